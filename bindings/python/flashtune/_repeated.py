@@ -6,6 +6,7 @@ import struct
 
 from . import _library as abi
 from . import engine as _engine
+from ._dense_call import MOST_CALLS
 from ._tensors import adapter
 from .functional import _default
 
@@ -77,7 +78,7 @@ class Repeated:
         like_q = tuple(out.shape) == tuple(self.given[0].shape) and list(args.q_stride) == list(args.o_stride)
         shapes = None if like_q else tuple(out.shape), None if lse is None else tuple(lse.shape)
         known = self.engine._again_ragged
-        if len(known) >= _engine._MOST_CALLS:
+        if len(known) >= MOST_CALLS:
             known.clear()
         known[self.key] = parts[:-1], [_PLACES[name] for name in names], *shapes
 

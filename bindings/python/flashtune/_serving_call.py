@@ -8,8 +8,8 @@ from collections import namedtuple
 
 from . import _library as abi
 from . import engine as _engine
+from ._dense_call import mask_of
 from ._tensors import adapter
-from .engine import mask_of
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 from .functional import _changed, _default
 

@@ -6,14 +6,15 @@ What is not supported raises :class:`Unsupported`; nothing falls back to anythin
 
 import sys
 
-from . import _dlpack, _memo
+from . import _dense_call, _dlpack, _memo
 from . import _library as abi
 from . import engine as _engine
+from ._dense_call import attend_plain_again, mask_of, top_left_sliced
 from ._dropout import of_call, with_state
 from ._programs import Program
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import first_tensor
-from .engine import default_engine, mask_of, top_left_sliced
+from .engine import default_engine
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 
 
@@ -104,8 +105,8 @@ def flash_attn_func(
             return_residual=return_residual, dropout=dropout,
         )  # fmt: skip
     else:
-        found = _default(tensors, q)._attend(
-            tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
+        found = _dense_call.attend(
+            _default(tensors, q), tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
             descale_rows=descale_rows, residual=return_residual, dropout=dropout,
         )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
@@ -120,7 +121,7 @@ def _like_before(q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped
     engine = _engine._engines.get(tensors.name(device))
     if engine is None or engine._closed:
         return None
-    return engine._again_plain(tensors, device, q, k, v, bshd, mask, scale, return_lse, top_left, grouped)
+    return attend_plain_again(engine, tensors, device, q, k, v, bshd, mask, scale, return_lse, top_left, grouped)
 
 
 def sdpa_like_before(query, key, value, is_causal, scale, grouped):
@@ -244,7 +245,8 @@ def attention(
     engine = _default(adapted, query)
     if block_mask is None and not return_weights:
         program, block_mask = _kept(program, adapted, engine, query, key)
-    found = engine._attend(
+    found = _dense_call.attend(
+        engine,
         adapted,
         query,
         key,
@@ -363,7 +365,8 @@ def sdpa_call(query, key, value, attn_mask, top_left, scale, grouped, caller="",
     engine, block_mask = _default(tensors, query), None
     if not return_weights:
         program, block_mask = _kept(program, tensors, engine, query, key)
-    out = engine._attend(
+    out = _dense_call.attend(
+        engine,
         tensors,
         query,
         key,

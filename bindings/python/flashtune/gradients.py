@@ -4,13 +4,14 @@ Within autograd the functions of the forward pass have them already.
 The same call gives the same bytes.
 """
 
+from . import _dense_call
 from . import _library as abi
+from ._dense_call import mask_of
 from ._dropout import of_backward
 from ._programs import Program
 from ._repeated import plain_key
 from ._serving_call import Call, window_of
 from ._tensors import adapter
-from .engine import mask_of
 from .errors import InvalidArgument, Unsupported
 from .functional import _changed, _default, check_deterministic
 
@@ -54,8 +55,8 @@ def flash_attn_backward(
     tensors = adapter(q)
     kind, left, right = mask_of(causal, window_size)
     engine = _default(tensors, q)
-    return engine._gradients(
-        tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
+    return _dense_call.gradients(
+        engine, tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
         residual=residual, dropout=of_backward(dropout_p, rng_state),
     )  # fmt: skip
 
@@ -121,8 +122,8 @@ def flash_attn_varlen_backward(
     call.queries(q, cu_seqlens_q, max_seqlen_q, seqused_q)
     call.packed_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k)
     kind, left, right = mask_of(causal, window_of(window_size))
-    return call.engine._gradients(
-        call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
+    return _dense_call.gradients(
+        call.engine, call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
         packed=call.of_gradients(), key=key, residual=residual, dropout=dropout,
     )  # fmt: skip
 
@@ -140,7 +141,7 @@ def _like_before(key, given, lengths):
     except RuntimeError:
         return None
     device = getattr(q, "device", "cpu")
-    return engine._gradients_again(known, tensors, device, (dout, q, k, v, out), lse, dlse, packed)
+    return _dense_call.gradients_again(engine, known, tensors, device, (dout, q, k, v, out), lse, dlse, packed)
 
 
 def attention_backward(
@@ -182,7 +183,7 @@ def attention_backward(
         program = None
     adapted = adapter(query)
     engine = _default(adapted, query)
-    return engine._gradients(
-        adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program,
+    return _dense_call.gradients(
+        engine, adapted, dout, query, key, value, out, lse, dlse, False, abi.FULL, 0, 0, scale, into, program,
         needs=list(needs), residual=residual, dropout=of_backward(dropout_p, rng_state),
     )  # fmt: skip

@@ -9,10 +9,10 @@ import numbers
 
 from . import _dlpack, _repeated
 from . import _library as abi
+from ._dense_call import mask_of
 from ._dropout import of_call, with_state
 from ._serving_call import Call, Step, bound, check, one_of, require_writeable, window_of
 from ._tensors import _of_type, adapter, foreign
-from .engine import mask_of
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 from .functional import _default
 

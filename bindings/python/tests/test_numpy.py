@@ -290,6 +290,18 @@ class BadInput(unittest.TestCase):
         # Interleaved heads share nothing.
         packed = random((1, 8, 4, 32))
         forward(packed[:, :, ::2], k, v, out=packed[:, :, 1::2])
+        if ml_dtypes is not None:
+            # Of one buffer, e4m3 first: an element of it is one byte.
+            memory, n = np.zeros(6 * q.size, np.uint8), q.size
+            eight = [memory[i * n : (i + 1) * n].view(ml_dtypes.float8_e4m3fn).reshape(q.shape) for i in range(3)]
+            behind = memory[4 * n :].view(ml_dtypes.bfloat16).reshape(q.shape)
+            memory[:] = 0xFF
+            memory[: 3 * n] = 0
+            forward(*eight, out=memory[3 * n : 5 * n].view(ml_dtypes.bfloat16).reshape(q.shape))
+            self.assertTrue((memory[: 5 * n] == 0).all() and (memory[5 * n :] == 0xFF).all())
+            overlapping = memory[2 * n : 4 * n].view(ml_dtypes.bfloat16).reshape(q.shape)
+            self.refused(flashtune.InvalidTensor, "out shares memory with v", *eight, forward, out=overlapping)
+            self.assertEqual(forward(*eight, out=behind).dtype, behind.dtype)
         frozen = np.broadcast_to(np.zeros((1, 1, 1, 32), np.float32), q.shape)
         self.refused(flashtune.InvalidTensor, "written", q, k, v, forward, out=frozen)
         overlapping = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), q.shape, (0, 0, 128, 4))

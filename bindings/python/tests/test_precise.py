@@ -1,7 +1,9 @@
 """What O loses by rounding: gradients of rows that attend mostly to one key, with it and without, of arrays of NumPy
 and, where PyTorch is, through autograd and its operators."""
 
+import sys
 import unittest
+from unittest import mock
 
 import numpy as np
 
@@ -89,6 +91,13 @@ class Arrays(unittest.TestCase):
         first = np.array([0, q.shape[0]], np.int32)
         with self.assertRaisesRegex(flashtune.Unsupported, "each sequence"):
             flashtune.flash_attn_varlen_func(q, k, v, first, first, precise=True)
+
+    def test_without_a_bfloat16_it_is_refused(self):
+        q, k, v, _ = (x.astype(np.float16) for x in peaked(0.8, np.float32))
+        without = {name: module for name, module in sys.modules.items() if name != "ml_dtypes"}
+        with mock.patch.dict(sys.modules, without, clear=True):
+            with self.assertRaisesRegex(flashtune.Unsupported, "import ml_dtypes"):
+                flashtune.flash_attn_func(q, k, v, return_lse=True, return_residual=True)
 
     def test_what_has_none_is_refused(self):
         q, k, v, dout = peaked(0.8, np.float32)

@@ -126,7 +126,7 @@ class Repeated(unittest.TestCase):
 
     def test_the_number_of_known_forms_is_bounded(self):
         q = random((1, 1, 1, 8))
-        with mock.patch("flashtune.engine._MOST_CALLS", 8):
+        with mock.patch("flashtune._dense_call.MOST_CALLS", 8):
             for n in range(20):
                 k = random((1, n + 1, 1, 8))
                 self.assertEqual(self.engine.forward(q, k, k).shape, q.shape)
@@ -199,7 +199,7 @@ class RepeatedTorch(unittest.TestCase):
         engine = flashtune.default_engine("cpu")
         engine._again.clear()
         first = flashtune.flash_attn_func(x, x, x, causal=True)
-        with mock.patch.object(flashtune.Engine, "_attend", side_effect=AssertionError("the long way")):
+        with mock.patch("flashtune._dense_call.attend", side_effect=AssertionError("the long way")):
             self.assertTrue(torch.equal(flashtune.flash_attn_func(x, x, x, causal=True), first))
             for other in ({"causal": False}, {"softmax_scale": 0.5}, {"return_lse": True}):
                 with self.assertRaisesRegex(AssertionError, "the long way"):
@@ -227,7 +227,7 @@ class RepeatedTorch(unittest.TestCase):
         first = sdpa(x, longer, longer, is_causal=True)
         torch.testing.assert_close(first, want)
         served = flashtune.torch.counters()["served"]["cpu"]
-        with mock.patch.object(flashtune.Engine, "_attend", side_effect=AssertionError("the long way")):
+        with mock.patch("flashtune._dense_call.attend", side_effect=AssertionError("the long way")):
             self.assertTrue(torch.equal(sdpa(x, longer, longer, is_causal=True), first))
             self.assertEqual(flashtune.torch.counters()["served"]["cpu"], served + 1)
             again = flashtune.scaled_dot_product_attention(x, longer, longer, is_causal=True)
@@ -262,7 +262,7 @@ class RepeatedTorch(unittest.TestCase):
                 engine._again_backward.clear()
                 for a, b, fresh in zip(*again, gradients(x, **options)):
                     self.assertTrue(torch.equal(a, fresh) and torch.equal(b, fresh))
-        with mock.patch.object(flashtune.Engine, "_gradients_again", side_effect=AssertionError("the short way")):
+        with mock.patch("flashtune._dense_call.gradients_again", side_effect=AssertionError("the short way")):
             with self.assertRaisesRegex(AssertionError, "the short way"):
                 gradients(x, **options)
             gradients(x, causal=True)
@@ -302,8 +302,8 @@ class RepeatedTorch(unittest.TestCase):
                     self.assertTrue(torch.equal(one, fresh) and torch.equal(other, fresh), options)
         options = calls[-2]
         all_of(options, x)
-        for name in ("_attend_again", "_gradients_again"):
-            with mock.patch.object(flashtune.Engine, name, side_effect=AssertionError("the short way")):
+        for name in ("_attend_again", "gradients_again"):
+            with mock.patch(f"flashtune._dense_call.{name}", side_effect=AssertionError("the short way")):
                 with self.assertRaisesRegex(AssertionError, "the short way"):
                     all_of(options, x)
         # What the long way refuses.
@@ -333,7 +333,7 @@ class RepeatedTorch(unittest.TestCase):
                 engine._again_ragged.clear()
                 for a, b, fresh in zip(*again, gradients(x, sums, **options)):
                     self.assertTrue(torch.equal(a, fresh) and torch.equal(b, fresh), options)
-        with mock.patch.object(flashtune.Engine, "_gradients_again", side_effect=AssertionError("the short way")):
+        with mock.patch("flashtune._dense_call.gradients_again", side_effect=AssertionError("the short way")):
             with self.assertRaisesRegex(AssertionError, "the short way"):
                 gradients(x, sums, **options)
             gradients(x, sums, causal=True, max_seqlen_q=5)
@@ -468,7 +468,7 @@ class Ragged(unittest.TestCase):
                 with self.assertRaises(flashtune.Error, msg=wrong):
                     call(self.q, self.pages, self.pages, **{**options, **wrong})
         self.assertEqual(len(self.known), 1)
-        with mock.patch("flashtune.engine._MOST_CALLS", 4):
+        with mock.patch("flashtune._repeated.MOST_CALLS", 4):
             for rows in range(1, 9):
                 call(random((3, rows, 4, 16)), self.pages, self.pages, **options)
                 self.assertLessEqual(len(self.known), 4)

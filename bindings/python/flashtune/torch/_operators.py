@@ -9,6 +9,7 @@ import re
 
 import torch
 
+from .. import _dense_call
 from .. import engine as _engine
 from .._dropout import Dropout
 from .._programs import Program
@@ -250,8 +251,8 @@ def _attend(q, k, v, *args, residual=False, dropout=None):
     scale, bshd, grouped, kind, left, right, handle, caller, exact = args[9:]
     tensors = adapter(q)
     engine = _engine_of(tensors, q)
-    result = engine._attend(
-        tensors, q, k, v, bshd, kind, left, right, scale, True,
+    result = _dense_call.attend(
+        engine, tensors, q, k, v, bshd, kind, left, right, scale, True,
         grouped=grouped, program=_program(*args[:9]), block_mask=handle or None,
         precision="exact" if exact and q.dtype is torch.float32 else None, residual=residual, dropout=dropout,
     )  # fmt: skip
@@ -269,8 +270,8 @@ def _backward(dout, q, k, v, out, lse, dlse, *args):
     # Sums and slices leave gradients with any strides.
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, *read = _engine_of(tensors, q)._gradients(
-        tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names,
+    dq, dk, dv, *read = _dense_call.gradients(
+        _engine_of(tensors, q), tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names,
         residual=residual, dropout=None if state is None else Dropout(p, state),
     )  # fmt: skip
     return dq, dk, dv, list(read[0].values()) if read else []
@@ -364,8 +365,8 @@ def _check(q, k, v, out, lse, args, needs, residual=None, dropout=None):
         return
     scale, bshd, _grouped, kind, left, right = args[9:]
     with torch.no_grad():
-        engine._gradients(
-            tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
+        _dense_call.gradients(
+            engine, tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
             needs=[args[3][i] for i in needs], residual=residual, dropout=dropout,
         )  # fmt: skip
     _prepared.add(key)
