@@ -63,6 +63,7 @@ constexpr int kBytes64Rows = 64 * 128;              // one chunk of 64 rows
 constexpr int kBytesChunk = kBlockKV * 128;         // one chunk of kBlockKV rows
 constexpr int kBytesKeys = kColumnsV * 128;         // transposed V: 128 keys of each column
 constexpr int kParts = div_up(kColumnsV, kPart);
+__device__ constexpr int columns_of_part(int part) { return min_of(kPart, kColumnsV - part * kPart); }
 constexpr int kTransposers = 3;                     // warps of the producer
 // Padded rows of V are zeros, so only blocks cut by the mask can hold elements that must not be multiplied.
 constexpr bool kMasks = kMaskLeft || kMaskRight || kProgramMask;
@@ -83,9 +84,9 @@ using Scores = float[kBlockKV / 2];
 using Output = float[kColumnsV / 2];
 using Probabilities = u32[kBlockKV / 8];
 using Pairs = u16[kBlockKV / 4];
-using Part = float[kPart / 2];
+template <int kAt> using Part = float[columns_of_part(kAt) / 2];
 using ScoreProduct = wgmma<e4m3, kBlockKV>;
-using PartProduct = wgmma<e4m3, kPart>;
+template <int kAt> using PartProduct = wgmma<e4m3, columns_of_part(kAt)>;
 
 <% include "lib/cuda/attention/descale.cuh" %>
 <% include "forward/sm90_fp8/layout.cuh" %>

@@ -50,24 +50,24 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // t = P V of the next block, columns [part * kPart, +kPart) as they lie in shared memory, asynchronously.
-    __device__ __forceinline__ void issue_part(Part& t, int part) {
-        const u64 columns = descriptor_of_rows(v.buffer(smem) + part * kPart * 128);
+    // t = P V of the next block, columns of a part as they lie in shared memory, asynchronously.
+    template <int kAt> __device__ __forceinline__ void issue_part(Part<kAt>& t) {
+        const u64 columns = descriptor_of_rows(v.buffer(smem) + kAt * kPart * 128);
         wgmma_touch(t);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStepsPV; step++) {
-            PartProduct::rows(t, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-                              columns + ((step / 4 * kBytesKeys + step % 4 * 32) >> 4), step > 0);
+            PartProduct<kAt>::rows(t, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                                   columns + ((step / 4 * kBytesKeys + step % 4 * 32) >> 4), step > 0);
         }
         wgmma_commit();
     }
     // The second level: o = factor * o + t of a part.
-    __device__ __forceinline__ void add_part(Part& t, int part, const float (&factor)[2]) {
+    template <int kAt> __device__ __forceinline__ void add_part(Part<kAt>& t, const float (&factor)[2]) {
         wgmma_touch(t);
 #pragma unroll
-        for (int i = 0; i < kPart / 2; i++) {
-            float& sum = o[part * kPart / 2 + i];
+        for (int i = 0; i < columns_of_part(kAt) / 2; i++) {
+            float& sum = o[kAt * kPart / 2 + i];
             sum = fmaf(sum, factor[i / 2 % 2], t[i]);
         }
     }
@@ -195,28 +195,31 @@ struct Consumer {
     // The product of the block of V at hand with p, in parts, and beside(Int<part>) beside each.
     template <int kAt = 0, typename Beside>
     __device__ __forceinline__ void multiply(const float (&factor)[2], const Beside& beside) {
-        Part t;
-        issue_part(t, kAt);
+        Part<kAt> t;
+        issue_part<kAt>(t);
         beside(Int<kAt>{});
         wgmma_wait<0>();
-        add_part(t, kAt, factor);
+        add_part<kAt>(t, factor);
         if constexpr (kAt + 1 < kParts) multiply<kAt + 1>(factor, beside);
     }
     // The same beside nothing: two parts at once.
     __device__ __forceinline__ void multiply_alone(const float (&factor)[2]) {
-        Part t[2];
-        issue_part(t[0], 0);
-#pragma unroll
-        for (int part = 0; part < kParts; part++) {
-            if (part + 1 < kParts) {
-                issue_part(t[(part + 1) % 2], part + 1);
-                wgmma_wait<1>();
-            } else {
-                wgmma_wait<0>();
-            }
-            add_part(t[part % 2], part, factor);
-        }
+        Part<0> t[2];
+        issue_part<0>(t[0]);
+        multiply_rest<0>(t, factor);
         release_v();
+    }
+    // The parts from kAt on, whose product is under way. They take turns in two places, of which the last part may need
+    // less: with a place for each, D128 took 2 % longer.
+    template <int kAt> __device__ __forceinline__ void multiply_rest(Part<0> (&t)[2], const float (&factor)[2]) {
+        if constexpr (kAt + 1 < kParts) {
+            issue_part<kAt + 1>((Part<kAt + 1>&)t[(kAt + 1) % 2]);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        add_part<kAt>((Part<kAt>&)t[kAt % 2], factor);
+        if constexpr (kAt + 1 < kParts) multiply_rest<kAt + 1>(t, factor);
     }
 
     template <bool kMasked, bool kByBits>

@@ -33,7 +33,8 @@ schedule! {
         pub stages: u32 => code, number("s");
         /// Stages of V as it lies in memory.
         pub raw_stages: u32 => code, number_unless(1, "raw");
-        /// Columns of V whose product is in registers at once, beside their sum of the second level.
+        /// Columns of V whose product is in registers at once, beside their sum of the second level; the last part
+        /// has what is left.
         pub part: u32 => code, number("p");
         /// Inside a warpgroup, the scores of a block are computed and exponentiated while the product of the block
         /// before with V still runs.
@@ -128,7 +129,7 @@ impl KernelFamily for Sm90Fp8Schedule {
             ("tile_queues", abi::TILE_QUEUES.to_string()),
             ("producer_registers", self.producer_registers(problem).to_string()),
             ("consumer_registers", self.consumer_registers(problem).to_string()),
-            ("wgmma_instructions", wgmma::instructions(self)),
+            ("wgmma_instructions", wgmma::instructions(self, problem.head_dim_v.next_multiple_of(16))),
         ]);
     }
 

@@ -3,16 +3,19 @@
 use super::Sm90Fp8Schedule;
 use std::fmt::Write;
 
-/// Specialisations of the template's `wgmma<Element, kColumns>` for the widths of scores and of a part of O.
+/// Specialisations of the template's `wgmma<Element, kColumns>` for the widths of scores and of the parts of O, which
+/// has so many columns.
 ///
 /// `rows(d, a, b, keep)` is d = keep * d + A B^T with both operands in shared memory by rows; with `a0` to `a3` A is in
 /// registers.
-pub(super) fn instructions(schedule: &Sm90Fp8Schedule) -> String {
-    let mut widths = vec![schedule.block_kv, schedule.part];
-    widths.dedup();
+pub(super) fn instructions(schedule: &Sm90Fp8Schedule, columns: u32) -> String {
+    let last = columns - (columns.div_ceil(schedule.part) - 1) * schedule.part;
+    let widths = [schedule.block_kv, schedule.part, last];
     let mut text = String::new();
-    for columns in widths {
-        specialisation(&mut text, columns);
+    for (i, width) in widths.into_iter().enumerate() {
+        if !widths[..i].contains(&width) {
+            specialisation(&mut text, width);
+        }
     }
     text
 }
@@ -50,10 +53,12 @@ mod tests {
 
     #[test]
     fn every_width_is_written_once_and_names_all_of_its_registers() {
-        let of = |block_kv, part| instructions(&Sm90Fp8Schedule { block_kv, part, ..Default::default() });
+        let of = |block_kv, part| instructions(&Sm90Fp8Schedule { block_kv, part, ..Default::default() }, 64);
         let text = of(128, 64);
         assert_eq!(text.matches("template <>").count(), 2);
         assert!(text.contains("m64n128k32.f32.e4m3.e4m3") && text.contains("\"+f\"(d[63]) :") && text.contains("%66"));
         assert_eq!(of(64, 64).matches("template <>").count(), 1);
+        let uneven = of(128, 48);
+        assert!(uneven.contains("m64n48k32") && uneven.contains("m64n16k32"));
     }
 }
