@@ -106,8 +106,8 @@ def flash_attn_func(
         )  # fmt: skip
     else:
         found = _dense_call.attend(
-            _default(tensors, q), tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse, program=program, descales=descales,
-            descale_rows=descale_rows, residual=return_residual, dropout=dropout,
+            _default(tensors, q), tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse,
+            program=program, descales=descales, descale_rows=descale_rows, residual=return_residual, dropout=dropout,
         )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
 

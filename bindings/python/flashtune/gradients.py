@@ -123,8 +123,8 @@ def flash_attn_varlen_backward(
     call.packed_keys(k, v, cu_seqlens_k, seqused_k, max_seqlen_k)
     kind, left, right = mask_of(causal, window_of(window_size))
     return _dense_call.gradients(
-        call.engine, call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into, program,
-        packed=call.of_gradients(), key=key, residual=residual, dropout=dropout,
+        call.engine, call.tensors, dout, q, k, v, out, softmax_lse, dlse, True, kind, left, right, softmax_scale, into,
+        program, packed=call.of_gradients(), key=key, residual=residual, dropout=dropout,
     )  # fmt: skip
 
 

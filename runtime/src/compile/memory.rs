@@ -53,7 +53,8 @@ fn quickly(options: &mut [String]) {
     }
 }
 
-/// A kernel that is none of the product's, such as one with a planted fault, in two fifths of the time. Kept for nobody.
+/// A kernel that is none of the product's, such as one with a planted fault, in two fifths of the time. Kept for
+/// nobody.
 fn compile_quickly(kernel: &Kernel, templates: &TemplateSet) -> Result<Artifact> {
     let compiler = compiler_for(kernel.arch)?;
     let mut source = kernel.render(templates)?;

@@ -271,7 +271,8 @@ def _backward(dout, q, k, v, out, lse, dlse, *args):
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, *read = _dense_call.gradients(
-        _engine_of(tensors, q), tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None, _program(*args[:9]), needs=names,
+        _engine_of(tensors, q), tensors, dout, q, k, v, out, lse, dlse, bshd, kind, left, right, scale, None,
+        _program(*args[:9]), needs=names,
         residual=residual, dropout=None if state is None else Dropout(p, state),
     )  # fmt: skip
     return dq, dk, dv, list(read[0].values()) if read else []
@@ -366,7 +367,8 @@ def _check(q, k, v, out, lse, args, needs, residual=None, dropout=None):
     scale, bshd, _grouped, kind, left, right = args[9:]
     with torch.no_grad():
         _dense_call.gradients(
-            engine, tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None, _program(*args[:9]), run=False,
+            engine, tensors, out, q, k, v, out, lse, None, bshd, kind, left, right, scale, None,
+            _program(*args[:9]), run=False,
             needs=[args[3][i] for i in needs], residual=residual, dropout=dropout,
         )  # fmt: skip
     _prepared.add(key)
