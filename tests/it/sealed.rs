@@ -160,7 +160,8 @@ fn a_record_tells_its_whole_story() {
     let times = |c: &serde_json::Value| -> Vec<u64> {
         c["race_ns"].as_array().unwrap().iter().map(|ns| ns.as_u64().unwrap()).collect()
     };
-    assert!(timed.len() > 1 && timed.iter().all(|c| !times(c).is_empty() && times(c).len() <= 24), "{story}");
+    // 24 times on a calm machine; noise asks for up to 40 times as many (tuner/src/race.rs).
+    assert!(timed.len() > 1 && timed.iter().all(|c| (1..=24 * 40).contains(&times(c).len())), "{story}");
     for candidate in &timed {
         let rounds = story["finalists"].as_array().unwrap().iter().find(|f| f["schedule"] == candidate["schedule"]);
         let rounds = rounds.map_or(0, |f| f["rounds_ns"].as_array().unwrap().len());
