@@ -8,8 +8,8 @@ use std::sync::{Mutex, PoisonError};
 /// Written through to replace what the caches hold.
 static WORDS: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
-/// Evicts all device memory of this process, line by line where the processor can and that is less than replacing the
-/// last-level cache of `cache_bytes`. For tensors of 1 MiB that takes a twentieth of the time.
+/// Evicts all device memory of this process: line by line where the processor can and that is fewer bytes than it takes
+/// to replace the last-level cache, of `cache_bytes`.
 pub(super) fn flush(pool: &ThreadPool, cache_bytes: u64) {
     // Not more than 64 MiB: on a server whose cores share a larger cache, the private ones and this process's share of
     // the last one are still replaced.

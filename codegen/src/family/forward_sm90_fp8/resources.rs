@@ -140,6 +140,7 @@ mod tests {
             (Sm90Fp8Schedule { stages: 1, overlap: true, ..legal }, "stages"),
             (Sm90Fp8Schedule { raw_stages: 3, ..legal }, "raw_stages"),
             (Sm90Fp8Schedule { part: 40, ..legal }, "part"),
+            (Sm90Fp8Schedule { part: 144, ..legal }, "part"),
             (Sm90Fp8Schedule { consumers: 1, take_turns: true, ..legal }, "consumers"),
             (Sm90Fp8Schedule { blocks_per_sm: 3, ..legal }, "blocks_per_sm"),
             (Sm90Fp8Schedule { block_kv: 256, overlap: true, ..legal }, "registers"),
