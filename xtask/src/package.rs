@@ -188,8 +188,9 @@ pub(super) fn build(root: &Path, profile: &str) -> Result<PathBuf> {
     let mut command = super::cargo();
     command.args(["build", "--profile", profile]);
     match profile {
-        // What the tests of the whole workspace have built is built with the features that all of it asks for.
-        "dev" => command.args(["--workspace", "--lib", "--bins"]),
+        // What the tests of the whole workspace have built is there, features of development dependencies included:
+        // without a test's target cargo compiles every library anew.
+        "dev" => command.args(["--workspace", "--lib", "--bins", "--test", "programs"]),
         _ => command.args(["--package", "flashtune-cli", "--package", "flashtune-c"]),
     };
     super::run(command)?;
