@@ -7,7 +7,7 @@
 
 use crate::{Engine, Forward, Launches};
 use flashtune_codegen::score::ProgramRef;
-use flashtune_codegen::{Arch, DType, KvElement, KvKind, Op, PageClass, Problem, Shape};
+use flashtune_codegen::{Arch, DType, KvElement, KvKind, Op, PageClass, Problem, ScaleUnits, Shape};
 use flashtune_runtime::ragged::RaggedCall;
 use flashtune_runtime::{AppendCall, BackwardCall, ForwardCall, TensorView};
 use rustix::fs::{FlockOperation, flock};
@@ -90,6 +90,13 @@ fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
     }
     if problem.precision != problem.in_default_precision(engine.device().arch()).precision {
         line.push_str(&format!(" --precision {}", problem.precision));
+    }
+    if problem.scales != ScaleUnits::default() {
+        line.push_str(&format!(" --scales {}", problem.scales));
+    }
+    let output = problem.output_dtype();
+    if *dtype == DType::E4m3 && output != DType::Bf16 {
+        line.push_str(&format!(" --o-dtype {output}"));
     }
     if problem.residual {
         line.push_str(" --precise");

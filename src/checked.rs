@@ -39,6 +39,9 @@ impl Engine {
             self.device().check_address(name, view.address, view.extent_bytes().unwrap_or(1))?;
         }
         self.check_dropout_addresses(&call.dropout)?;
+        if let Some(at) = call.o_scale.filter(|at| *at != 0) {
+            self.device().check_address("o_scale", at, 4)?;
+        }
         if call.o.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
     }
 

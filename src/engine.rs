@@ -57,6 +57,9 @@ pub struct Forward<'a> {
     pub precision: Option<Precision>,
     /// What elements of `e4m3` operands are multiplied by; 1 where absent. For other dtypes there are none.
     pub descales: Descales,
+    /// Address of what O is multiplied by before it is rounded to `e4m3`, one fp32 on the device; 1 where absent. For
+    /// an O of another dtype there is none.
+    pub o_scale: Option<u64>,
     /// What else masks and changes the scores; its mask holds beside `mask`.
     pub program: Option<ProgramRef>,
     /// What the program reads.
@@ -70,8 +73,8 @@ impl<'a> Forward<'a> {
     /// A call without mask and program, with the default scale, and without LSE and weights.
     pub fn new(q: TensorView, k: TensorView, v: TensorView, o: TensorView) -> Self {
         let (mask, side) = (Mask::Full, SideInputs::default());
-        let (lse, residual, weights, scale, precision, program, block_mask) =
-            (None, None, None, None, None, None, None);
+        let (lse, residual, weights, scale, precision, o_scale, program, block_mask) =
+            (None, None, None, None, None, None, None, None);
         let (descales, dropout) = (Descales::default(), Dropout::default());
         Self {
             q,
@@ -86,6 +89,7 @@ impl<'a> Forward<'a> {
             scale,
             precision,
             descales,
+            o_scale,
             program,
             side,
             block_mask,
@@ -459,6 +463,7 @@ impl Engine {
         let tensors = ForwardTensors { q: call.q, k: call.k, v: call.v, o: call.o, lse };
         let resolved = forward_call(&tensors, call.mask, call.scale)?;
         let resolved = resolved.with_descales(&call.descales)?;
+        let resolved = call.o_scale.map_or(Ok(resolved), |at| resolved.with_output_scale(at))?;
         let resolved = call.residual.map_or(Ok(resolved), |residual| resolved.with_residual(&residual))?;
         let resolved = resolved.with_dropout(&call.dropout)?;
         if resolved.problem.dropout && call.weights.is_some() {

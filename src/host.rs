@@ -2,14 +2,14 @@
 
 use crate::{Engine, Forward, Result};
 use flashtune_codegen::score::{ProgramRef, SideData};
-use flashtune_codegen::{Error as CodegenError, Mask, Precision};
+use flashtune_codegen::{DType, Error as CodegenError, Mask, Precision};
 use flashtune_runtime::dispatch::Plan;
 use flashtune_runtime::{Buffer, HostTensor, Layout, SideBuffers, SideInputs};
 use std::sync::Arc;
 
 /// What [`Engine::forward_host`] gives back.
 pub struct HostOutput {
-    /// O, `[batch, heads, q_len, head_dim_v]`, laid out as Q was.
+    /// O, `[batch, heads, q_len, head_dim_v]`, laid out as Q was, and of its dtype; bf16 beside `e4m3`.
     pub o: HostTensor,
     /// Log-sum-exp, `[batch, heads, q_len]`.
     pub lse: Vec<f32>,
@@ -81,7 +81,8 @@ impl Engine {
             })
         };
         elements(&[batch, heads, q_len, head_dim_v])?;
-        let mut o = HostTensor::poisoned(q.dtype(), [batch, heads, q_len, head_dim_v], layout);
+        let output = if q.dtype() == DType::E4m3 { DType::Bf16 } else { q.dtype() };
+        let mut o = HostTensor::poisoned(output, [batch, heads, q_len, head_dim_v], layout);
 
         // The tensors are checked at an address that any device could give first, so that bad input costs no memory.
         let unplaced = |t: &HostTensor| t.view_at(1 << 12);

@@ -129,7 +129,7 @@ impl RaggedArgs {
 /// Options that name problems and sizes. Lists give every combination.
 #[derive(clap::Args, Debug, Clone, Default)]
 pub(crate) struct CaseArgs {
-    /// Element types: f16, bf16, f32; for forward passes also e4m3, with O in bf16
+    /// Element types: f16, bf16, f32; for forward passes also e4m3
     #[arg(long, value_delimiter = ',', value_name = "LIST")]
     pub dtype: Vec<DType>,
     /// How products of f32 are computed: exact, or by TF32 products of tensor cores, tf32x3 (as when absent, where a
@@ -139,6 +139,9 @@ pub(crate) struct CaseArgs {
     /// What shares a scale in e4m3 operands: head, or some of q_rows, k_rows and v_channel, as in q_rows-k_rows
     #[arg(hide_short_help = true, long, value_name = "UNITS")]
     pub scales: Option<ScaleUnits>,
+    /// Element type of O beside e4m3: bf16 when absent, f16, f32 or e4m3
+    #[arg(hide_short_help = true, long, value_name = "DTYPE")]
+    pub o_dtype: Option<DType>,
     /// Head dims of Q and K: 1 to 256; a GPU pads those that are no multiples of 8
     #[arg(long, visible_alias = "head-dims", value_parser = whole, value_delimiter = ',', value_name = "LIST")]
     pub head_dim: Vec<u32>,
@@ -176,13 +179,14 @@ pub(crate) struct CaseArgs {
 impl CaseArgs {
     /// Whether no option was given.
     pub(crate) fn is_empty(&self) -> bool {
-        let Self { dtype, precision, scales, head_dim, head_dim_v, mask, score, dropout, .. } = self;
+        let Self { dtype, precision, scales, o_dtype, head_dim, head_dim_v, mask, score, dropout, .. } = self;
         let Self { batch, heads, kv_heads, q_len, kv_len, .. } = self;
         let lists = [head_dim, head_dim_v, batch, heads, kv_heads];
         let lengths = [q_len, kv_len];
         dtype.is_empty()
             && precision.is_none()
             && scales.is_none()
+            && o_dtype.is_none()
             && mask.is_empty()
             && score.is_none()
             && !dropout
@@ -211,6 +215,7 @@ impl CaseArgs {
                             .with_program(joined(&programs)?);
                         let problem = problem.in_precision(self.precision.unwrap_or_default());
                         let problem = problem.with_scales(self.scales.unwrap_or_default()).with_dropout(self.dropout);
+                        let problem = self.o_dtype.map_or(problem, |output| problem.with_output(output));
                         problem.validate()?;
                         for batch in or(&self.batch, d.shape.batch) {
                             for heads in or(&self.heads, d.shape.heads) {

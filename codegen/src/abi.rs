@@ -22,7 +22,7 @@ pub use pad::{PAD_TENSORS, PadArgs};
 pub use quantise::QuantiseArgs;
 
 use crate::score::MAX_BIASES;
-use crate::{Language, Op, Problem, ScaleUnits};
+use crate::{DType, Language, Op, Problem, ScaleUnits};
 use bytemuck::{Pod, Zeroable};
 use declare::arguments;
 use std::mem::offset_of;
@@ -116,6 +116,9 @@ arguments! {
         pub scale_stride: [i64; 3],
         /// log2 of the rows of Q, and of K, that share a scale.
         pub scale_rows_log2: [i32; 2],
+        /// Address of what O is multiplied by before it is rounded, one fp32 on the device, or 0 for 1: of problems
+        /// whose O is `e4m3`.
+        pub o_scale: u64 as "const float*",
     }
 }
 
@@ -381,8 +384,8 @@ arguments! {
 
 /// How many bytes at the end of [`ForwardArgs`], [`BackwardArgs`] or [`RaggedArgs`] a kernel does not know. Fields that
 /// only some problems have lie there in the order in which the structs grew, a residual's, those of dropout, those of
-/// finer scales: a kernel knows them up to the last that its problem has, so that one without any of them is what it
-/// was, and what knows of dropout still is when scales are appended behind.
+/// finer scales, that of O: a kernel knows them up to the last that its problem has, so that one without any of them is
+/// what it was, and what knows of dropout still is when scales are appended behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cut {
     /// Bytes that are left out at the end.
@@ -395,8 +398,10 @@ impl Cut {
 
     /// Of [`ForwardArgs`] in a problem's kernels.
     pub(crate) fn of_forward(problem: &Problem) -> Self {
-        let known = if problem.scales != ScaleUnits::default() {
+        let known = if problem.output_dtype() == DType::E4m3 {
             size_of::<ForwardArgs>()
+        } else if problem.scales != ScaleUnits::default() {
+            offset_of!(ForwardArgs, o_scale)
         } else if problem.dropout {
             offset_of!(ForwardArgs, scale_stride)
         } else if problem.residual {
@@ -609,20 +614,21 @@ mod tests {
             ArgsLayout::of(&Kernel { problem, schedule, arch })
         };
         let finer = ScaleUnits { q: ScaleUnit::Rows, ..ScaleUnits::default() };
-        // Bytes of a residual, of dropout and of scales.
-        let groups = [32, 40, 32];
+        // Bytes of a residual, of dropout, of scales, and of that of O.
+        let groups = [32, 40, 32, 8];
         assert_eq!(groups.iter().sum::<usize>(), size_of::<ForwardArgs>() - offset_of!(ForwardArgs, residual));
         assert_eq!(groups[0] + groups[1], size_of::<BackwardArgs>() - offset_of!(BackwardArgs, residual));
-        for has in 0..8 {
-            let [residual, dropout, scales] = [has & 1, has & 2, has & 4].map(|bit| bit != 0);
+        for has in 0..16 {
+            let [residual, dropout, scales, of_o] = [1, 2, 4, 8].map(|bit| has & bit != 0);
             let scales_of = if scales { finer } else { ScaleUnits::default() };
             let problem = plain.with_residual(residual).with_dropout(dropout).with_scales(scales_of);
-            let known = [residual || dropout || scales, dropout || scales, scales];
+            let problem = if of_o { problem.with_output(DType::E4m3) } else { problem };
+            let known = [residual || dropout || scales || of_o, dropout || scales || of_o, scales || of_o, of_o];
             // A gradient has no scales, and a ragged batch neither these nor a residual.
-            let known_backward = [residual || dropout, dropout, false];
-            let known_ragged = [false, dropout, false];
+            let known_backward = [residual || dropout, dropout, false, false];
+            let known_ragged = [false, dropout, false, false];
             let bytes =
-                |known: [bool; 3]| -> usize { groups.iter().zip(known).map(|(n, is)| n * usize::from(is)).sum() };
+                |known: [bool; 4]| -> usize { groups.iter().zip(known).map(|(n, is)| n * usize::from(is)).sum() };
             for language in [Language::C, Language::Cuda] {
                 let declared = fields(language, &problem);
                 for (name, known, before) in [
@@ -631,7 +637,7 @@ mod tests {
                     ("ragged_args", known_ragged, offset_of!(RaggedArgs, dropout_threshold)),
                 ] {
                     let (_, text) = declared.iter().find(|(found, _)| *found == name).unwrap();
-                    let members = ["residual_stride[3];", "dropout_offset_at;", "scale_rows_log2[2];"];
+                    let members = ["residual_stride[3];", "dropout_offset_at;", "scale_rows_log2[2];", "o_scale;"];
                     assert_eq!(members.map(|member| text.contains(member)), known, "{problem} {name}");
                     let size = format!(") == {}, ", before + bytes(known));
                     assert!(text.contains(&size), "{problem} {name}: {size}\n{text}");

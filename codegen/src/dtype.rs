@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Element type of Q, K, V and O: all four share it, but for `e4m3`, whose O is wider. Scores, softmax and accumulation
+/// Element type of Q, K, V and O: all four share it, but beside `e4m3` O is of any. Scores, softmax and accumulation
 /// are always fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DType {
@@ -15,14 +15,17 @@ pub enum DType {
     Bf16,
     /// IEEE binary32.
     F32,
-    /// OCP FP8 with 4 bits of exponent and 3 of mantissa, of Q, K and V alone, each with a scale per sequence and KV
-    /// head.
+    /// OCP FP8 with 4 bits of exponent and 3 of mantissa, in forward passes: Q, K and V each with a scale per sequence
+    /// and KV head or finer ones, and O with one for all.
     E4m3,
 }
 
 impl DType {
     /// The element types that every operation has, narrowest first.
     pub const ALL: [DType; 3] = [DType::F16, DType::Bf16, DType::F32];
+
+    /// The element types of O beside `e4m3` operands.
+    pub const OUTPUTS_OF_E4M3: [DType; 4] = [DType::F16, DType::Bf16, DType::F32, DType::E4m3];
 
     /// Size of one element in bytes.
     pub const fn bytes(self) -> usize {

@@ -179,6 +179,24 @@ impl ForwardCall {
         self.args.scale_rows_log2 = [log2(descales.q), log2(descales.k)];
         Ok(self)
     }
+
+    /// The same call with what O is multiplied by before it is rounded to `e4m3`: the address of an fp32 on the device.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] beside another O, and for an address that is null or no multiple of 4.
+    pub fn with_output_scale(mut self, address: u64) -> Result<Self> {
+        let output = self.problem.output_dtype();
+        if output != DType::E4m3 {
+            let remedy = "leave the scale out, or give an output of e4m3";
+            return Err(error("o_scale", "dtype of O", output, "an O of e4m3 is multiplied by a scale", remedy));
+        }
+        if address == 0 || !address.is_multiple_of(4) {
+            let expected = "a multiple of 4 bytes, not null";
+            return Err(error("o_scale", "address", format!("{address:#x}"), expected, "allocate it first"));
+        }
+        self.args.o_scale = address;
+        Ok(self)
+    }
 }
 
 impl fmt::Display for ScaleKind {
@@ -199,8 +217,11 @@ mod tests {
     use flashtune_codegen::Mask;
 
     fn call(dtype: DType) -> ForwardCall {
+        call_to(dtype, if dtype == DType::E4m3 { DType::F32 } else { dtype })
+    }
+
+    fn call_to(dtype: DType, o: DType) -> ForwardCall {
         let t = |dtype, heads, rows, dim| TensorView::bhsd(64, dtype, [2, heads, rows, dim]);
-        let o = if dtype == DType::E4m3 { DType::F32 } else { dtype };
         let (q, k, v) = (t(dtype, 4, 7, 32), t(dtype, 2, 100, 32), t(dtype, 2, 100, 48));
         forward_call(&ForwardTensors { q, k, v, o: t(o, 4, 7, 48), lse: None }, Mask::Causal, None).unwrap()
     }
@@ -224,6 +245,21 @@ mod tests {
         let heads = Some(Descale::heads(64, [2, 2], [0, 0]));
         let plain = call(DType::E4m3).with_descales(&Descales { q: heads, k: heads, v: heads }).unwrap();
         assert_eq!(plain.problem, call(DType::E4m3).problem);
+    }
+
+    #[test]
+    fn an_output_of_e4m3_alone_has_a_scale() {
+        let made = call_to(DType::E4m3, DType::E4m3).with_output_scale(64).unwrap();
+        assert_eq!((made.problem.to_string().as_str(), made.args.o_scale), ("forward-e4m3-d32v48-causal", 64));
+        for (call, address, words) in [
+            (call_to(DType::E4m3, DType::E4m3), 0, ["o_scale", "null"]),
+            (call_to(DType::E4m3, DType::E4m3), 66, ["o_scale", "a multiple of 4 bytes"]),
+            (call(DType::E4m3), 64, ["o_scale", "an output of e4m3"]),
+            (call(DType::F16), 64, ["o_scale", "leave the scale out"]),
+        ] {
+            let e = call.with_output_scale(address).unwrap_err().to_string();
+            assert!(words.iter().all(|word| e.contains(word)), "{e}");
+        }
     }
 
     #[test]

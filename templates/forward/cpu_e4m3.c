@@ -15,7 +15,10 @@
 #define AVX512 0
 #define AMX 0
 
-#define DTYPE DTYPE_@{ output }@  /* of O */
+#define DTYPE_e4m3 3
+#define OUTPUT DTYPE_@{ output }@
+#define DTYPE (OUTPUT == DTYPE_e4m3 ? DTYPE_f32 : OUTPUT)  /* of convert.h, which knows no e4m3 */
+#define KV KV_e4m3                                         /* of quantise.h, which rounds to it */
 #define HEAD_DIM_QK @{ head_dim_qk }@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
@@ -38,6 +41,7 @@
 <% include "lib/cpu/abi.h" %>
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
+<% include "lib/cpu/quantise.h" %>
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/mask.h" %>
 
@@ -84,6 +88,17 @@ INLINE void of_codes(float *to, const uint8_t *from, int n) {
     for (int i = 0; i < n; i++) to[i] = of_code(from[i]);
 }
 
+/* A row of O. */
+#if OUTPUT == DTYPE_e4m3
+typedef uint8_t output_element;
+INLINE void narrow_output(output_element *to, const float *from, int n) {
+    for (int i = 0; i < n; i++) to[i] = narrow_kv(from[i]);
+}
+#else
+typedef element output_element;
+INLINE void narrow_output(output_element *to, const float *from, int n) { narrow_row(to, from, n); }
+#endif
+
 /* The scale of a head. */
 INLINE float scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t head) {
     return scales ? scales[batch * stride[0] + head * stride[1]] : 1;
@@ -114,7 +129,12 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
     const uint8_t *q = (const uint8_t *)args->q + batch * args->q_stride[0] + head * args->q_stride[1];
     const uint8_t *k = (const uint8_t *)args->k + batch * args->k_stride[0] + kv_head * args->k_stride[1];
     const uint8_t *v = (const uint8_t *)args->v + batch * args->v_stride[0] + kv_head * args->v_stride[1];
-    element *o = (element *)args->o + batch * args->o_stride[0] + head * args->o_stride[1];
+    output_element *o = (output_element *)args->o + batch * args->o_stride[0] + head * args->o_stride[1];
+#if OUTPUT == DTYPE_e4m3
+    const float o_scale = args->o_scale ? *args->o_scale : 1;
+#else
+    const float o_scale = 1;
+#endif
 #if SCALES_OF_ROWS
 #define SCALE(i) (scratch->scale[i] * k_scale)
 #else
@@ -225,8 +245,8 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
 #endif
         const double inverse = empty ? 0 : less / sum;
         for (int d = 0; d < HEAD_DIM_V; d++)
-            scratch->row[d] = empty ? 0 : (float)(scratch->o[i][d] * inverse * V_SCALE(d));
-        narrow_row(o + query * args->o_stride[2], scratch->row, HEAD_DIM_V);
+            scratch->row[d] = empty ? 0 : (float)(scratch->o[i][d] * inverse * V_SCALE(d) * o_scale);
+        narrow_output(o + query * args->o_stride[2], scratch->row, HEAD_DIM_V);
         if (args->lse)
             args->lse[head_index * args->q_len + query] =
                 sum == 0 ? -INF : (float)(top + natural_log(sum));

@@ -11,6 +11,7 @@
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/abi.cuh" %>
+<% include "lib/cuda/attention/kv_elements.cuh" %>
 
 // Problem.
 using OutputElement = @{ output }@;
@@ -76,6 +77,7 @@ constexpr bool kMasks = kMaskLeft || kMaskRight;
 constexpr float kProbabilityLog2 = 8.0f;
 
 <% include "lib/cuda/attention/descale.cuh" %>
+<% include "lib/cuda/attention/output_fp8.cuh" %>
 
 using Scores = float[kMTiles][kSTiles][4];
 using Output = float[kMTiles][2 * kGroupsV][4];

@@ -9,6 +9,7 @@
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/abi.cuh" %>
+<% include "lib/cuda/attention/kv_elements.cuh" %>
 
 // Problem.
 using OutputElement = @{ output }@;
@@ -38,7 +39,6 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
-<% include "lib/cuda/attention/kv_elements.cuh" %>
 <% include "lib/cuda/ptx/wgmma.cuh" %>
 <% include "lib/cuda/ptx/convert_fp8.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
@@ -89,6 +89,7 @@ using ScoreProduct = wgmma<e4m3, kBlockKV>;
 template <int kAt> using PartProduct = wgmma<e4m3, columns_of_part(kAt)>;
 
 <% include "lib/cuda/attention/descale.cuh" %>
+<% include "lib/cuda/attention/output_fp8.cuh" %>
 <% include "forward/sm90_fp8/layout.cuh" %>
 <% include "forward/sm90_fp8/scheduler.cuh" %>
 <% include "forward/sm90_fp8/producer.cuh" %>

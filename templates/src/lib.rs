@@ -144,6 +144,7 @@ pub const FILES: &[(&str, &str)] = files![
     "lib/cpu/vec.h",
     "lib/cuda/attention/abi.cuh",
     "lib/cuda/attention/descale.cuh",
+    "lib/cuda/attention/output_fp8.cuh",
     "lib/cuda/attention/divisor.cuh",
     "lib/cuda/attention/dropout.cuh",
     "lib/cuda/attention/elements.cuh",

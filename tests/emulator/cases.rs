@@ -135,7 +135,13 @@ impl Case {
             let units = [p.scales.q, p.scales.k, p.scales.v];
             let of = |i: usize| e4m3::Scales::random(units[i], inputs[i].shape(), kh, &mut rng);
             scales = (0..3).map(of).collect();
-            let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(&inputs[i], &scales[i], kh));
+            // That of O is one of V, too.
+            let of_o = if p.output_dtype() == DType::E4m3 { 2f32.powf(rng.random_range(2.0..8.0)) } else { 1.0 };
+            let mut of_v = scales[2].clone();
+            of_v.values.iter_mut().for_each(|scale| *scale *= of_o);
+            let of = [&scales[0], &scales[1], &of_v];
+            let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(&inputs[i], of[i], kh));
+            scales.push(e4m3::Scales::of_heads(&[of_o], 1));
             let rows = oracle_of(&q, &k, &v, &attention, &ids);
             let emulated = e4m3::emulated([&q, &k, &v], &attention, p.output_dtype(), &rows);
             (rows, emulated)
@@ -193,7 +199,7 @@ impl Expected {
         let mut call = forward_call(&tensors, case.mask, case.scale).map_err(|e| e.to_string())?;
         let quantised = kernel.problem.dtype == DType::E4m3;
         // What a program reads lies behind the scales.
-        let behind = if quantised { 8 } else { 5 };
+        let behind = if quantised { 9 } else { 5 };
         if quantised {
             let view = |i: usize| {
                 let scales = &self.scales[i];
@@ -201,6 +207,9 @@ impl Expected {
             };
             let descales = Descales { q: view(0), k: view(1), v: view(2) };
             call = call.with_descales(&descales).map_err(|e| e.to_string())?;
+            if dtype == DType::E4m3 {
+                call = call.with_output_scale(address(8, 4)).map_err(|e| e.to_string())?;
+            }
         }
         if let Some(why) = flashtune_codegen::unaddressable(&call.args) {
             return Err(why);

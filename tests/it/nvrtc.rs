@@ -478,7 +478,7 @@ fn hopper_kernels_of_e4m3_compile_with_few_spills() {
     let (mut plain, mut finer, mut programs) = (Vec::new(), Vec::new(), Vec::new());
     for (i, dim) in [64, 128, 256, 80, 192].into_iter().enumerate() {
         let problem = Problem::forward(DType::E4m3, dim, MaskKind::ALL[i % 4]).unwrap();
-        let problem = problem.with_output(DType::ALL[i % 3]);
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[i % 4]);
         let with_scales = problem.with_scales(ScaleUnits::ALL[i + 1]);
         let default = |problem| default_kernel(Family::ForwardSm90Fp8, problem, arch("sm_90a"), [4096, 16384][i % 2]);
         plain.push(default(problem));
@@ -506,7 +506,7 @@ fn emulated_paths_compile_without_spills() {
         let problem = Problem::forward(DType::E4m3, dim.next_multiple_of(16), MaskKind::ALL[i % 4]).unwrap();
         // With scales of all three, head dims above 128 spill up to 536 bytes.
         let scales = ScaleUnits::ALL[[0, 1, 2, 3, 3, 1, 1][i]];
-        let problem = problem.with_output(DType::ALL[i % 3]).with_scales(scales);
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[i % 4]).with_scales(scales);
         // Hopper has the instruction, too.
         for name in ["sm_89", ["sm_120a", "sm_90a"][i % 2]] {
             kernels.push(default_kernel(Family::ForwardSm89Fp8, problem, arch(name), [1024, 32][i / 4]));

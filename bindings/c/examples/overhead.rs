@@ -106,6 +106,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         q_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
         k_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
         v_descale_by: Descale { kind: 0, rows: 0, stride: 0 },
+        o_scale: std::ptr::null(),
     };
     let mut handle = 0;
     // SAFETY: pointers to live values of the header's types.

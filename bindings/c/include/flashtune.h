@@ -838,6 +838,8 @@ typedef struct flashtune_forward_args {
   struct flashtune_descale k_descale_by;
   // The same for V.
   struct flashtune_descale v_descale_by;
+  // What an e4m3 O is multiplied by before it is rounded, one fp32 on the device; NULL: 1, as for other O.
+  const float *o_scale;
 } flashtune_forward_args;
 
 // A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads

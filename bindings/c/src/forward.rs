@@ -164,7 +164,7 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
         }
     };
     let (q, k, v) = (operand("q", &args.q)?, operand("k", &args.k)?, operand("v", &args.v)?);
-    let o = view("o", &args.o)?;
+    let o = operand("o", &args.o)?;
     let lse = (!args.lse.is_null()).then_some(args.lse as usize as u64);
     Ok(Forward {
         lse,
@@ -175,6 +175,7 @@ fn call(args: &ForwardArgs) -> Result<Forward<'static>> {
         scale,
         precision,
         descales: descales(args, [&q, &k, &v])?,
+        o_scale: (!args.o_scale.is_null()).then_some(args.o_scale as usize as u64),
         ..Forward::new(q, k, v, o)
     })
 }
@@ -253,14 +254,13 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
             tensor,
             field: "dtype",
             found: n.to_string(),
-            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32), and 4 (e4m3) of Q, K and V of a forward pass"
-                .to_owned(),
+            expected: "a flashtune_dtype is 1 (f16), 2 (bf16) or 3 (f32), and 4 (e4m3) of a forward pass".to_owned(),
             remedy: "convert the tensor to one of them",
         })),
     }
 }
 
-/// Of Q, K or V of a forward pass, which may be e4m3.
+/// Of Q, K, V or O of a forward pass, which may be e4m3.
 pub(crate) fn operand(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     match t.dtype {
         n if n == Dtype::E4m3 as i32 => view_of(tensor, t, DType::E4m3),

@@ -445,6 +445,8 @@ pub struct ForwardArgs {
     pub k_descale_by: Descale,
     /// The same for V.
     pub v_descale_by: Descale,
+    /// What an e4m3 O is multiplied by before it is rounded, one fp32 on the device; NULL: 1, as for other O.
+    pub o_scale: *const f32,
 }
 
 /// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the

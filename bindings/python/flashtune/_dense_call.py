@@ -51,6 +51,7 @@ def attend(
     descale_rows=1,
     residual=False,
     dropout=None,
+    out_scale=None,
 ):
     """The one path to the library. ``mask``, ``left`` and ``right`` are the header's; ``top_left`` replaces them by
     PyTorch's causal mask; without ``grouped`` all tensors must have as many heads. With ``residual`` what O loses
@@ -64,7 +65,7 @@ def attend(
     key = None
     scaled = any(scales is not None for scales in descales)
     plain = block_mask is None and out is None and not return_weights
-    plain = plain and not scaled and not residual and dropout is None
+    plain = plain and not scaled and not residual and dropout is None and out_scale is None
     side = ()
     if plain and (scale is None or type(scale) is float):
         try:
@@ -84,7 +85,9 @@ def attend(
     vd = tensors.describe("v", v, bshd)
     _, b, h, s, _, _, _, _, _, dtype, _ = qd
     dv = vd[4]
-    new, o_dtype = (tensors.empty_wide, abi.BF16) if dtype == abi.E4M3 else (tensors.empty, dtype)
+    new, o_dtype = tensors.empty, dtype
+    if dtype == abi.E4M3 and out_scale is None:
+        new, o_dtype = tensors.empty_wide, abi.BF16
     if not grouped and h != kd[2]:
         raise InvalidTensor(
             f"query has {h} heads, key {kd[2]}; pass enable_gqa=True for query heads that share a key head"
@@ -132,6 +135,9 @@ def attend(
         more = more.ljust(_FORWARD_DROPOUT_AT, b"\0") + dropout.pack(tensors, device)
     if scaled and by is not None:
         more = more.ljust(_FORWARD_DROPOUT_AT + abi.DROPOUT.size, b"\0") + by
+    if out_scale is not None:
+        before = _FORWARD_DROPOUT_AT + abi.DROPOUT.size + abi.DESCALES_BY.size
+        more = more.ljust(before, b"\0") + _out_scale(tensors, device, out_scale, dtype)
     try:
         flags = abi.PRECISIONS[precision]
     except (KeyError, TypeError):
@@ -435,6 +441,16 @@ def _descales(tensors, device, descales, descale_rows, described):
         by += (*kind, stride[2]) if len(found) == 3 else (abi.DESCALE_HEAD, 0, 0)
     finer = any(by[::3])
     return abi.DESCALES.pack(*addresses, *strides), abi.DESCALES_BY.pack(*by) if finer else None
+
+
+def _out_scale(tensors, device, out_scale, dtype):
+    """The part of the arguments that says where the scale of an e4m3 O lies."""
+    if dtype != abi.E4M3:
+        raise InvalidArgument("out_scale is of float8_e4m3fn tensors; leave it out, and quantise the result")
+    address, shape, _, of = tensors.side("out_scale", out_scale, device)
+    if of != "float32" or math.prod(shape) != 1:
+        raise InvalidTensor(f"out_scale is {of} of the shape {tuple(shape)}; it is float32 of one element")
+    return abi.O_SCALE.pack(address)
 
 
 def _of_rows(name, rows):

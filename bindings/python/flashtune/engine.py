@@ -117,18 +117,20 @@ class Engine:
         dropout_p=0.0,
         rng_state=None,
         return_rng_state=False,
+        out_scale=None,
     ):
         """Attention of ``q`` over ``k`` and ``v``: what :func:`flash_attn_func` computes, on this engine.
 
         layout: ``"bshd"`` for ``[batch, rows, heads, head_dim]``, ``"bhsd"`` for ``[batch, heads, rows, head_dim]``.
-        out: memory for the result, of the dtype of ``q``; a new contiguous tensor when not given.
+        out: memory for the result, of the dtype of ``q``, beside float8_e4m3fn of any; a new contiguous tensor when not
+        given.
         mask, score, sink, tensors, block_mask: a score program and what it reads, as :func:`attention` takes them.
         return_weights: also the attention weights, float32 ``[batch, heads, q_len, kv_len]``, as the last result.
         precision: how float32 is multiplied: ``"exact"``, without tensor cores; ``"tf32x3"``, by three TF32 products to
         one, which keep float32's error; ``"tf32"``, by one, which keeps 11 bits. The last two are refused for other
         dtypes, on the CPU and on GPUs before sm_80. ``None`` is ``"tf32x3"`` where a GPU has that, and ``"exact"``
         elsewhere, where weights are returned, and in calls that take part in autograd.
-        q_descale, k_descale, v_descale, descale_rows, dropout_p, rng_state, return_rng_state: as
+        q_descale, k_descale, v_descale, descale_rows, dropout_p, rng_state, return_rng_state, out_scale: as
         :func:`flash_attn_func` takes them.
         """
         if type(q) not in _of_type and foreign(q):
@@ -147,6 +149,7 @@ class Engine:
             self, tensors_of, q, k, v, bshd, kind, left, right, scale, return_lse, out,
             program=program, block_mask=block_mask, return_weights=return_weights, precision=precision,
             descales=(q_descale, k_descale, v_descale), descale_rows=descale_rows, dropout=dropout,
+            out_scale=out_scale,
         )  # fmt: skip
         return with_state(found, dropout) if return_rng_state else found
 

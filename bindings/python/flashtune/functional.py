@@ -41,6 +41,7 @@ def flash_attn_func(
     rng_state=None,
     return_rng_state=False,
     descale_rows=1,
+    out_scale=None,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
@@ -63,6 +64,8 @@ def flash_attn_func(
         channels.
     descale_rows: rows of q and k that share a scale of three axes, a power of two: ``[batch, heads, rows / n]``,
         rounded up.
+    out_scale: float32 of one element on the device of q: of float8_e4m3fn tensors, the output is float8_e4m3fn, too,
+        and multiplied by this before it is rounded; beyond 448 it becomes 448.
     precise: gradients of rows that attend mostly to one key get the digits of others: the forward pass also keeps
         what its output loses by rounding, in bfloat16. For float16 and bfloat16; it costs memory of the size of the
         output, and time to write and read it.
@@ -74,8 +77,9 @@ def flash_attn_func(
     rng_state: int64 ``[seed, offset]`` on the device of q, or a pair of numbers; drawn by the default generator of that
         device when not given, so that ``torch.manual_seed`` and captured graphs mean what they mean to PyTorch.
     return_rng_state: the state as the last result, for :func:`flash_attn_backward`; None where nothing is dropped.
-    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn, and with ``return_lse`` the
-    log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key gives 0 and -inf.
+    Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn without ``out_scale``, and with
+    ``return_lse`` the log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key
+    gives 0 and -inf.
     """
     if type(q) not in _of_type and foreign(q):
         return _dlpack.through(flash_attn_func, locals())
@@ -83,7 +87,7 @@ def flash_attn_func(
     if (
         window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
         and type(softcap) is float and softcap == 0.0
-        and q_descale is None and k_descale is None and v_descale is None
+        and q_descale is None and k_descale is None and v_descale is None and out_scale is None
         and not precise and not return_residual and not dropout_p and not return_rng_state
     ):  # fmt: skip
         found = _like_before(q, k, v, True, abi.CAUSAL if causal else abi.FULL, softmax_scale, return_lse)
@@ -96,9 +100,9 @@ def flash_attn_func(
     descales = (q_descale, k_descale, v_descale)
     dropout = of_call(tensors, q, dropout_p, rng_state)
     if tensors.by_operator(q, k, v, program):
-        if any(scales is not None for scales in descales):
+        if any(scales is not None for scales in (*descales, out_scale)):
             raise Unsupported(
-                "q_descale, k_descale and v_descale are for calls without gradients and tracing; make one so"
+                "q_descale, k_descale, v_descale and out_scale are for calls without gradients and tracing; make one so"
             )
         found = tensors.operators.attend(
             q, k, v, True, mask, left, right, softmax_scale, return_lse, program, precise=precise,
@@ -108,6 +112,7 @@ def flash_attn_func(
         found = _dense_call.attend(
             _default(tensors, q), tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse,
             program=program, descales=descales, descale_rows=descale_rows, residual=return_residual, dropout=dropout,
+            out_scale=out_scale,
         )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
 

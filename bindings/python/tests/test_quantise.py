@@ -203,6 +203,29 @@ class Quantise(unittest.TestCase):
             self.assertLess(max(errors["mean"], errors["both"]), 0.08, errors)
             self.assertLess(1.5 * errors["mean"], errors["plain"], errors)
 
+    def test_the_output_is_of_e4m3_where_it_has_a_scale(self):
+        r = flashtune.quantise(*(t.astype(ml_dtypes.bfloat16) for t in (self.q, self.k, self.v)))
+        engine = flashtune.Engine("cpu")
+        wide = np.empty(self.q.shape, "float32")
+        engine.forward(*r[:3], out=wide, **r.descales)
+        for factor in (1.0, 64.0, 4096.0):
+            scale = np.array([factor], "float32")
+            out, lse = flashtune.flash_attn_func(*r[:3], out_scale=scale, return_lse=True, **r.descales)
+            self.assertEqual((out.dtype, lse.dtype), (ml_dtypes.float8_e4m3fn, np.float32))
+            want = np.clip(wide * factor, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            # Where a product lies between two codes, one rounding of it may differ from two.
+            self.assertLess((want.view("uint8") != out.view("uint8")).mean(), 1e-3, factor)
+            into = np.empty(self.q.shape, ml_dtypes.float8_e4m3fn)
+            for given in (scale, scale[0:1].reshape(1, 1, 1, 1)):
+                into.view("uint8")[:] = 0x7F
+                engine.forward(*r[:3], out=into, out_scale=given, **r.descales)
+                self.assertTrue((into.view("uint8") == out.view("uint8")).all(), factor)
+        self.assertTrue((np.abs(out.astype("float32")) == 448).any())
+        into.view("uint8")[:] = 0x7F
+        engine.forward(*r[:3], out=into, **r.descales)
+        want = wide.astype(ml_dtypes.float8_e4m3fn)
+        self.assertLess((want.view("uint8") != into.view("uint8")).mean(), 1e-3)
+
     def test_caps_slopes_and_programs_are_those_of_what_codes_mean(self):
         r = flashtune.quantise(self.q, self.k, self.v, scales=("token", "token", "channel"), subtract_mean=True)
         meant = []
@@ -275,6 +298,16 @@ class Quantise(unittest.TestCase):
         refuses_call("need descale_rows=", k_descale=ones[..., :9])
         refuses_call("[batch, heads, rows / 8] = (2, 2, 9)", k_descale=ones, descale_rows=8)
         refuses_call("descale_rows is 3", k_descale=ones, descale_rows=3)
+        refuses_call("float32 of one element", out_scale=np.ones(2, "float32"))
+        refuses_call("out_scale is float64", out_scale=np.ones(1))
+        refuses_call("out_scale", out_scale=2.0)
+        with self.assertRaises(flashtune.Error) as caught:
+            flashtune.flash_attn_func(self.q, self.k, self.v, out_scale=np.ones(1, "float32"))
+        self.assertIn("out_scale is of float8_e4m3fn", str(caught.exception))
+        with self.assertRaises(flashtune.Error) as caught:
+            wide = np.empty(self.q.shape, "float32")
+            flashtune.Engine("cpu").forward(*r[:3], out=wide, out_scale=np.ones(1, "float32"))
+        self.assertIn("give an output of e4m3", str(caught.exception))
 
 
 if __name__ == "__main__":

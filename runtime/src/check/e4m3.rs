@@ -4,14 +4,15 @@ use crate::guarded::Guarded;
 use crate::reference::{Attention, RowId, Rows, e4m3, oracle_of};
 use crate::{Descales, Device, HostTensor, Result};
 use flashtune_codegen::{DType, Problem, Shape};
-use rand::SeedableRng;
 use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
-/// Scales of Q, K and V, of the units that a problem has, on the device and here.
+/// Scales of Q, K and V, of the units that a problem has, and of an O of e4m3, on the device and here.
 pub(super) struct Scales {
     kv_heads: usize,
     values: [e4m3::Scales; 3],
     memory: [Guarded; 3],
+    of_o: Option<(f32, Guarded)>,
 }
 
 impl Scales {
@@ -30,7 +31,11 @@ impl Scales {
         let upload = |name, scales: &e4m3::Scales| Guarded::new(device, name, bytemuck::cast_slice(&scales.values));
         let [q, k, v] = &values;
         let memory = [upload("q_descale", q)?, upload("k_descale", k)?, upload("v_descale", v)?];
-        Ok(Self { kv_heads, values, memory })
+        // Most of O comes to lie among normal numbers, and the largest of it, here and there, beyond 448.
+        let of_o = (problem.output_dtype() == DType::E4m3).then(|| 2f32.powf(rng.random_range(2.0..8.0)));
+        let of_o = of_o.map(|by| Guarded::new(device, "o_scale", bytemuck::bytes_of(&by)).map(|memory| (by, memory)));
+        let of_o = of_o.transpose()?;
+        Ok(Self { kv_heads, values, memory, of_o })
     }
 
     pub(super) fn views(&self) -> Descales {
@@ -38,7 +43,13 @@ impl Scales {
         Descales { q, k, v }
     }
 
-    /// The exact rows of what the operands mean, and those of an emulation that rounds P alone.
+    /// Where the scale of O lies, of problems that have one.
+    pub(super) fn of_output(&self) -> Option<u64> {
+        self.of_o.as_ref().map(|(_, memory)| memory.address())
+    }
+
+    /// The exact rows of what the operands mean, and those of an emulation that rounds P alone; both times the scale of
+    /// O, as that of V.
     pub(super) fn expected(
         &self,
         operands: [&HostTensor; 3],
@@ -46,7 +57,13 @@ impl Scales {
         output: DType,
         ids: &[RowId],
     ) -> (Rows, Rows) {
-        let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(operands[i], &self.values[i], self.kv_heads));
+        let [of_q, of_k, of_v] = &self.values;
+        let mut of_v = of_v.clone();
+        if let Some((by, _)) = &self.of_o {
+            of_v.values.iter_mut().for_each(|scale| *scale *= by);
+        }
+        let scales = [of_q, of_k, &of_v];
+        let [q, k, v] = [0, 1, 2].map(|i| e4m3::dequantised(operands[i], scales[i], self.kv_heads));
         let oracle = oracle_of(&q, &k, &v, attention, ids);
         let emulated = e4m3::emulated([&q, &k, &v], attention, output, &oracle);
         (oracle, emulated)

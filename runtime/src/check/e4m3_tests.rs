@@ -25,7 +25,7 @@ fn the_host_computes_e4m3_within_the_bound() {
     for (n, scales) in ScaleUnits::ALL.into_iter().enumerate() {
         let (mask, dims) = sizes[n % 4];
         let problem = Problem::forward_qk_v(DType::E4m3, dims[0], dims[1], mask.kind()).unwrap();
-        let problem = problem.with_output(DType::ALL[n % 3]).with_scales(scales);
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[n % 4]).with_scales(scales);
         let module = module(&*device, &problem, &templates);
         for (i, sizes) in
             [[2, 4, 2, 63, 129], [1, 2, 1, 70, 40], [1, 3, 1, 1, 300], [1, 2, 2, 5, 0]].into_iter().enumerate()
@@ -62,7 +62,7 @@ fn the_host_computes_programs_of_e4m3_within_the_bound() {
     for (n, text) in PROGRAMS.into_iter().enumerate() {
         let mask = [Mask::Full, Mask::Causal, window][n % 3];
         let problem = Problem::forward_qk_v(DType::E4m3, [32, 80][n % 2], 48, mask.kind()).unwrap();
-        let problem = problem.with_output(DType::ALL[n % 3]).with_scales(ScaleUnits::ALL[(n * 3) % 8]);
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[n % 4]).with_scales(ScaleUnits::ALL[(n * 3) % 8]);
         let problem = problem.with_program(flashtune_codegen::score::Program::parse(text).unwrap());
         let module = module(&*device, &problem, &templates);
         for (i, sizes) in [[2, 4, 2, 63, 129], [1, 2, 1, 70, 40], [1, 3, 1, 1, 300]].into_iter().enumerate() {
@@ -90,6 +90,13 @@ fn faults_of_e4m3_on_the_host_are_found() {
     };
     // Rows have scales of their own in some, and in others share them.
     let (of_heads, of_finer) = (vec![case(&plain, 1)], (1..=4).map(|seed| case(&finer, seed)).collect::<Vec<_>>());
+    let narrow = plain.with_output(DType::E4m3);
+    let of_narrow = vec![case(&narrow, 1)];
+    let of_output = [
+        ("args->o_scale ? *args->o_scale : 1", "1"),
+        ("to[i] = narrow_kv(from[i])", "to[i] = narrow_kv(from[i]) & 0x7f"),
+        ("to[i] = narrow_kv(from[i])", "to[i] = narrow_kv(from[i] * 1.04f)"),
+    ];
     let finers = [
         // Of another token, of another head, of the next channel, and of blocks.
         ("(key >> args->scale_rows_log2[1]) * args", "((key ^ 1) >> args->scale_rows_log2[1]) * args"),
@@ -112,6 +119,7 @@ fn faults_of_e4m3_on_the_host_are_found() {
         .map(|(from, to)| (from, to, finer, &of_finer))
         .into_iter()
         .chain(of_any.map(|(from, to)| (from, to, plain, &of_heads)))
+        .chain(of_output.map(|(from, to)| (from, to, narrow, &of_narrow)))
     {
         assert!(text.contains(from), "{from}");
         let set = BTreeMap::from([("forward/cpu_e4m3.c".to_owned(), text.replacen(from, to, 1))]);

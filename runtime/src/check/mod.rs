@@ -275,6 +275,7 @@ impl CheckCase {
         }
         if let Some(scales) = &scales {
             call = call.with_descales(&scales.views())?;
+            call = scales.of_output().map_or(Ok(call), |at| call.with_output_scale(at))?;
         }
         let (problem, shape) = (*problem, *shape);
         let args = ForwardArgs { side: side.as_ref().map_or(0, SideBuffers::address), ..call.args };

@@ -22,7 +22,7 @@ const SUM_UNITS: f64 = 1024.0;
 const LARGE_SCORE: f64 = 32.0;
 
 /// What a code means.
-pub(crate) fn value(code: u8) -> f32 {
+pub fn value(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match exponent {
         15 if code & 7 == 7 => f32::NAN,

@@ -159,15 +159,6 @@ __device__ __forceinline__ void restore_nan(const KernelArgs& args, const Tile& 
     }
 }
 
-template <typename Element>
-__device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
-    const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
-}
-__device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
 // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16: 4t and 4t + 2 are in
 // the tile of the even ones, 4t + 1 and 4t + 3 in that of the odd ones.
 __device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, const BlockRange& blocks,
@@ -180,6 +171,7 @@ __device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, 
 #else
     const float v_scale = descale(args.v_descale, args.v_descale_stride, tile);
 #endif
+    const float of_o = output_scale<OutputElement>(args);
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
@@ -187,28 +179,24 @@ __device__ __forceinline__ void write(const KernelArgs& args, const Tile& tile, 
             float inverse, log_sum_exp;
             softmax.finish(i, h, c, inverse, log_sum_exp);
             const int row = warp * kRowsPerWarp + i * 16 + h * 8 + lane / 4;
-            if (row >= tile.rows) continue;
+            const bool live = row < tile.rows;
+            if (!live && !kIsE4m3<OutputElement>) continue;
             const i64 at = tile.row + row;
-            if (args.lse != nullptr && lane % 4 == 0) {
+            if (live && args.lse != nullptr && lane % 4 == 0) {
                 args.lse[(i64(tile.batch) * args.heads + tile.head) * args.q_len + at] = log_sum_exp;
             }
-            const float by = inverse * v_scale;
+            const float by = inverse * v_scale * of_o;
             OutputElement* const to = (OutputElement*)args.o + tile.batch * args.o_stride[0] +
                                       tile.head * args.o_stride[1] + at * args.o_stride[2] + lane % 4 * 4;
+            store_columns<kGroupsV>(to, live, [&](int group, float (&columns)[4]) {
 #pragma unroll
-            for (int group = 0; group < kGroupsV; group++) {
-                const float(&even)[4] = o[i][2 * group];
-                const float(&odd)[4] = o[i][2 * group + 1];
+                for (int n = 0; n < 4; n++) {
+                    columns[n] = o[i][2 * group + n % 2][2 * h + n / 2] * by;
 #if FT_SCALES_OF_CHANNELS
-                const int column = 16 * group + lane % 4 * 4;
-                store_four(to + 16 * group, even[2 * h] * by * channels.at(column),
-                           odd[2 * h] * by * channels.at(column + 1), even[2 * h + 1] * by * channels.at(column + 2),
-                           odd[2 * h + 1] * by * channels.at(column + 3));
-#else
-                store_four(to + 16 * group, even[2 * h] * by, odd[2 * h] * by, even[2 * h + 1] * by,
-                           odd[2 * h + 1] * by);
+                    columns[n] *= channels.at(16 * group + lane % 4 * 4 + n);
 #endif
-            }
+                }
+            });
         }
     }
 }

@@ -204,21 +204,39 @@ struct Consumer {
     }
     // The same beside nothing: two parts at once.
     __device__ __forceinline__ void multiply_alone(const float (&factor)[2]) {
-        Part<0> t[2];
-        issue_part<0>(t[0]);
-        multiply_rest<0>(t, factor);
+        if constexpr (kColumnsV % kPart == 0) {
+            Part<0> t[2];
+            issue_part<0>(t[0]);
+            multiply_rest<0>(t, factor);
+        } else {
+            Part<0> t;
+            issue_part<0>(t);
+            multiply_uneven<0>(t, factor);
+        }
         release_v();
     }
-    // The parts from kAt on, whose product is under way. They take turns in two places, of which the last part may need
-    // less: with a place for each, D128 took 2 % longer.
+    // Parts of which the last is narrower, from kAt on, whose product is under way: each has a place of its own.
+    template <int kAt> __device__ __forceinline__ void multiply_uneven(Part<kAt>& t, const float (&factor)[2]) {
+        if constexpr (kAt + 1 < kParts) {
+            Part<kAt + 1> next;
+            issue_part<kAt + 1>(next);
+            wgmma_wait<1>();
+            add_part<kAt>(t, factor);
+            multiply_uneven<kAt + 1>(next, factor);
+        } else {
+            wgmma_wait<0>();
+            add_part<kAt>(t, factor);
+        }
+    }
+    // Parts of one width. They take turns in two places: with a place for each, D128 took 2 % longer.
     template <int kAt> __device__ __forceinline__ void multiply_rest(Part<0> (&t)[2], const float (&factor)[2]) {
         if constexpr (kAt + 1 < kParts) {
-            issue_part<kAt + 1>((Part<kAt + 1>&)t[(kAt + 1) % 2]);
+            issue_part<kAt + 1>(t[(kAt + 1) % 2]);
             wgmma_wait<1>();
         } else {
             wgmma_wait<0>();
         }
-        add_part<kAt>((Part<kAt>&)t[kAt % 2], factor);
+        add_part<kAt>(t[kAt % 2], factor);
         if constexpr (kAt + 1 < kParts) multiply_rest<kAt + 1>(t, factor);
     }
 
@@ -286,8 +304,8 @@ struct Consumer {
         }
     }
 
-    // O of a tile, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
-    __device__ __forceinline__ void write(const Work& work, const RowFactors<2>& c, float v_scale) {
+    // O of a tile times o_scale, and the log-sum-exp, to memory. A thread has four neighbouring columns of each 16.
+    __device__ __forceinline__ void write(const Work& work, const RowFactors<2>& c, float o_scale) {
         float inverse[2], log_sum_exp[2], sinks[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int h = 0; kProgramSink && h < 2; h++) {
@@ -300,12 +318,13 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = first + h * 8;
-            if (row >= work.tile.rows) continue;
+            const bool live = row < work.tile.rows;
+            if (!live && !kIsE4m3<OutputElement>) continue;
             const i64 at = work.tile.row + row;
-            if (f.lse != nullptr && lane() % 4 == 0) {
+            if (live && f.lse != nullptr && lane() % 4 == 0) {
                 f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
             }
-            const float by = inverse[h] * v_scale;
+            const float by = inverse[h] * o_scale;
 #pragma unroll
             for (int i = 0; kMarkEmpty && i < kColumnsV / 4; i++) {
                 float& x = o[i / 2 * 4 + 2 * h + i % 2];
@@ -316,26 +335,16 @@ struct Consumer {
 #endif
             OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] +
                                       work.tile.head * f.o_stride[1] + at * f.o_stride[2] + lane() % 4 * 4;
+            store_columns<kColumnsV / 16>(to, live, [&](int j, float (&columns)[4]) {
 #pragma unroll
-            for (int j = 0; j < kColumnsV / 16; j++) {
-                const float* x = o + 8 * j + 2 * h;
+                for (int i = 0; i < 4; i++) {
+                    columns[i] = o[8 * j + 2 * h + i % 2 * 4 + i / 2] * by;
 #if FT_SCALES_OF_CHANNELS
-                const int column = 16 * j + lane() % 4 * 4;
-                store_four(to + 16 * j, x[0] * by * channels.at(column), x[4] * by * channels.at(column + 1),
-                           x[1] * by * channels.at(column + 2), x[5] * by * channels.at(column + 3));
-#else
-                store_four(to + 16 * j, x[0] * by, x[4] * by, x[1] * by, x[5] * by);
+                    columns[i] *= channels.at(16 * j + lane() % 4 * 4 + i);
 #endif
-            }
+                }
+            });
         }
-    }
-    template <typename Element>
-    static __device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
-        const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);
-        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
-    }
-    static __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
-        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
     }
 
 #if FT_SCALES_OF_QUERIES
@@ -372,7 +381,8 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             if (work.blocks.begin < work.blocks.end) attend(work, scale, c);
-            write(work, c, FT_SCALES_OF_CHANNELS ? 1.0f : descale(f.v_descale, f.v_descale_stride, work.tile));
+            const float v_scale = FT_SCALES_OF_CHANNELS ? 1.0f : descale(f.v_descale, f.v_descale_stride, work.tile);
+            write(work, c, v_scale * output_scale<OutputElement>(f));
         }
     }
     __device__ __forceinline__ void attend(const Work& work, float scale, const RowFactors<2>& c) {

@@ -20,6 +20,20 @@ pub fn schedule(what: &str) -> Schedule {
 
 pub const SM89_FP8: &[Fault] = &[
     [
+        "an O of e4m3 has no scale",
+        "lib/cuda/attention/output_fp8.cuh",
+        "args.o_scale == nullptr ? 1.0f : __ldg(args.o_scale)",
+        "1.0f",
+        "the oracle says",
+    ],
+    [
+        "an O of e4m3 whose threads keep their columns",
+        "lib/cuda/attention/output_fp8.cuh",
+        "const u32 low = odd ? other : first, high = odd ? second : other;",
+        "const u32 low = odd ? first : first, high = odd ? second : second;",
+        "the oracle says",
+    ],
+    [
         "finer: the scale of the next key",
         "forward/sm89_fp8/rows.cuh",
         "scales.address(key + i),",
@@ -43,8 +57,8 @@ pub const SM89_FP8: &[Fault] = &[
     [
         "finer: channels have the scale of the next",
         "forward/sm89_fp8/rows.cuh",
-        "const int column = 16 * group + lane % 4 * 4;",
-        "const int column = min_of(16 * group + lane % 4 * 4 + 1, kHeadDimV - 4);",
+        "channels.at(16 * group + lane % 4 * 4 + n);",
+        "channels.at(min_of(16 * group + lane % 4 * 4 + n + 1, kHeadDimV - 1));",
         "the oracle says|in the mean",
     ],
     [
@@ -64,8 +78,8 @@ pub const SM89_FP8: &[Fault] = &[
     [
         "the columns of O in the order of accumulators",
         "forward/sm89_fp8/rows.cuh",
-        "even[2 * h] * by, odd[2 * h] * by, even[2 * h + 1] * by,",
-        "even[2 * h] * by, even[2 * h + 1] * by, odd[2 * h] * by,",
+        "o[i][2 * group + n % 2][2 * h + n / 2] * by;",
+        "o[i][2 * group + n / 2][2 * h + n % 2] * by;",
         "the oracle says",
     ],
     [
@@ -119,8 +133,8 @@ pub const SM89_FP8: &[Fault] = &[
     [
         "V has no scale",
         "forward/sm89_fp8/rows.cuh",
-        "const float by = inverse * v_scale;",
-        "const float by = inverse;",
+        "const float by = inverse * v_scale * of_o;",
+        "const float by = inverse * of_o;",
         "the oracle says",
     ],
     [
@@ -176,8 +190,8 @@ pub const SM89_FP8: &[Fault] = &[
     [
         "a row behind the tile is written",
         "forward/sm89_fp8/rows.cuh",
-        "if (row >= tile.rows) continue;",
-        "if (row > tile.rows) continue;",
+        "const bool live = row < tile.rows;",
+        "const bool live = row <= tile.rows;",
         "broke down|between its rows|the oracle says|not the same bits",
     ],
 ];

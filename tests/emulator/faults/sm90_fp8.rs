@@ -19,13 +19,14 @@ const LONG: Case = Case {
 const PROGRAM: &str = "s: f32[heads]; mask = kv <= q + 40 and kv % 7 != 3; \
      score = 4.0 * tanh(score * 0.25) + 0.1 * s[h]; sink = s[h];";
 
-/// With scales of rows and channels, or a program, where a fault is of these.
+/// With scales of rows and channels, a program, or an O of e4m3, where a fault is of these.
 pub fn problem(what: &str) -> Problem {
     let kind = MaskKind { left: true, right: true };
     let finer = ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel };
     let scales = if what.contains("finer") { finer } else { ScaleUnits::default() };
     let problem = Problem::forward_qk_v(DType::E4m3, 80, 80, kind).expect("legal");
-    let problem = problem.with_output(DType::F32).with_scales(scales);
+    let output = if what.contains("O of e4m3") { DType::E4m3 } else { DType::F32 };
+    let problem = problem.with_output(output).with_scales(scales);
     match what.contains("program") {
         true => problem.with_program(Program::parse(PROGRAM).expect("a program")),
         false => problem,
@@ -57,6 +58,20 @@ pub fn case(what: &str) -> Case {
 
 pub const SM90_FP8: &[Fault] = &[
     [
+        "an O of e4m3 has no scale",
+        "lib/cuda/attention/output_fp8.cuh",
+        "args.o_scale == nullptr ? 1.0f : __ldg(args.o_scale)",
+        "1.0f",
+        "the oracle says",
+    ],
+    [
+        "an O of e4m3 whose threads keep their columns",
+        "lib/cuda/attention/output_fp8.cuh",
+        "const u32 low = odd ? other : first, high = odd ? second : other;",
+        "const u32 low = odd ? first : first, high = odd ? second : second;",
+        "the oracle says",
+    ],
+    [
         "V is transposed with its keys in the order of memory",
         "forward/sm90_fp8/producer.cuh",
         "__byte_perm(x[0], x[1], 0x6420), __byte_perm(x[2], x[3], 0x6420),",
@@ -66,8 +81,8 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "the columns of O in the order of shared memory",
         "forward/sm90_fp8/consumer.cuh",
-        "store_four(to + 16 * j, x[0] * by, x[4] * by, x[1] * by, x[5] * by);",
-        "store_four(to + 16 * j, x[0] * by, x[1] * by, x[4] * by, x[5] * by);",
+        "o[8 * j + 2 * h + i % 2 * 4 + i / 2] * by;",
+        "o[8 * j + 2 * h + i / 2 * 4 + i % 2] * by;",
         "the oracle says",
     ],
     [
@@ -164,8 +179,8 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "finer: channels have the scale of the next",
         "forward/sm90_fp8/consumer.cuh",
-        "const int column = 16 * j + lane() % 4 * 4;",
-        "const int column = min_of(16 * j + lane() % 4 * 4 + 1, kHeadDimV - 4);",
+        "channels.at(16 * j + lane() % 4 * 4 + i);",
+        "channels.at(min_of(16 * j + lane() % 4 * 4 + i + 1, kHeadDimV - 1));",
         "the oracle says|in the mean",
     ],
     [

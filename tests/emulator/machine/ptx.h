@@ -80,6 +80,7 @@ template <typename T> void ld_global_cg_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_global_cg_f32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_relaxed_gpu_global_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_acquire_gpu_global_u32(T& d, const T* p) { d = *p; }
+template <typename T> void st_global_u32(T* to, u32 x) { *reinterpret_cast<u32*>(to) = x; }
 template <typename T> void st_global_v2_u32(T* to, u32 x, u32 y) {
     u32* const words = reinterpret_cast<u32*>(to);
     words[0] = x, words[1] = y;

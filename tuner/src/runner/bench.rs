@@ -9,7 +9,7 @@ use flashtune_codegen::score::{ProgramRef, SideData};
 use flashtune_codegen::{Arch, DType, Dropout, Shape};
 use flashtune_runtime::guarded::{Guarded, written};
 use flashtune_runtime::reference::{
-    Attention, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused, unfused_rows_of,
+    Attention, RowId, Rows, compare_rows, e4m3, oracle_of, sample_rows, unfused, unfused_rows_of,
 };
 use flashtune_runtime::{
     Buffer, Device, Distribution, Error as RuntimeError, ForwardTensors, HostBytes, HostTensor, Module, SideBuffers,
@@ -340,7 +340,7 @@ pub(super) fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + 
         DType::F16 => f16::from_ne_bytes([b[0], b[1]]).to_f32(),
         DType::Bf16 => bf16::from_ne_bytes([b[0], b[1]]).to_f32(),
         DType::F32 => f32::from_ne_bytes([b[0], b[1], b[2], b[3]]),
-        DType::E4m3 => unreachable!("no output is e4m3"),
+        DType::E4m3 => e4m3::value(b[0]),
     })
 }
 
