@@ -22,6 +22,7 @@ mod debug;
 mod decoys;
 mod dispatch;
 mod dispatch_cuda;
+mod e4m3_tuning;
 mod engine_programs;
 mod examples;
 mod faults;

@@ -1,7 +1,7 @@
 //! `e4m3` on the host: its codes, operands as what they mean, and the yardstick of kernels that round P to it.
 
 use super::compare::lse_bound;
-use super::{Attention, HostTensor, Layout, RowId, RowScale, Rows, Verdict, compare_rows};
+use super::{Attention, HostTensor, Layout, RowId, RowScale, Rows, Verdict};
 use crate::{Descale, ScaleKind};
 use flashtune_codegen::score::{At, Bound, Precision};
 use flashtune_codegen::{DType, ScaleUnit};
@@ -239,17 +239,31 @@ pub fn emulated([q, k, v]: [&HostTensor; 3], attention: &Attention<'_>, output: 
 /// When the rows are not those of `o`.
 pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Rows) -> Verdict {
     let [_, heads, q_len, dim] = o.shape();
+    assert!(oracle.dim == dim, "results of different problems");
     let read = |id: &RowId, to: &mut [f32]| o.read_row([id.batch as usize, id.head as usize, id.row as usize], to);
+    compare_rows(o.dtype(), &read, lse.map(|lse| (lse, [heads, q_len])), oracle, emulated)
+}
+
+/// As [`compare`], of rows that `read` gives as fp32, wherever they are kept. The LSE comes with its heads and rows.
+///
+/// # Panics
+/// When the two results are not of the same rows.
+pub fn compare_rows(
+    dtype: DType,
+    read: &dyn Fn(&RowId, &mut [f32]),
+    lse: Option<(&[f32], [usize; 2])>,
+    oracle: &Rows,
+    emulated: &Rows,
+) -> Verdict {
     // Tensor cores lose more than f32 keeps, and about as much as f16 does.
-    let dtype = if o.dtype() == DType::F32 { DType::F16 } else { o.dtype() };
+    let dtype = if dtype == DType::F32 { DType::F16 } else { dtype };
     let mut bounds = oracle.clone();
     bounds.scales.iter_mut().filter(|s| s.score > LARGE_SCORE).for_each(|s| s.score *= SUM_UNITS);
-    let mut verdict = compare_rows(dtype, &read, None, &bounds, emulated);
+    let mut verdict = super::compare_rows(dtype, read, None, &bounds, emulated);
     let (mut ours, mut theirs, mut sums, mut elements) = (0.0, 0.0, 0.0, 0.0f64);
-    let mut got = vec![0.0f32; dim];
+    let mut got = vec![0.0f32; oracle.dim];
     for (i, id) in oracle.ids.iter().enumerate() {
-        let at = [id.batch as usize, id.head as usize, id.row as usize];
-        o.read_row(at, &mut got);
+        read(id, &mut got);
         let scale = &oracle.scales[i];
         let of_score = if scale.score > LARGE_SCORE { scale.score } else { 0.0 };
         let sum = SUM_ROUNDING * scale.output * (1.0 + of_score);
@@ -261,8 +275,9 @@ pub fn compare(o: &HostTensor, lse: Option<&[f32]>, oracle: &Rows, emulated: &Ro
                 elements += 1.0;
             }
         }
-        if let Some(lse) = lse {
-            let (got, want) = (f64::from(lse[(at[0] * heads + at[1]) * q_len + at[2]]), oracle.lse[i]);
+        if let Some((lse, [heads, q_len])) = lse {
+            let at = (id.batch as usize * heads + id.head as usize) * q_len + id.row as usize;
+            let (got, want) = (f64::from(lse[at]), oracle.lse[i]);
             let right = got == want || !want.is_finite() && !got.is_finite() && want != f64::NEG_INFINITY;
             let (error, bound) = ((got - want).abs(), bound_of_lse(oracle, emulated, i));
             let within = error <= bound;

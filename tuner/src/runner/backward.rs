@@ -5,7 +5,7 @@
 //! compiled.
 //! Gradients are what they are by any. The log-sum-exp is about that of normal scores, so that weights sum to about 1.
 
-use super::bench::{Measure, changed_input, same_bytes, same_rows, values, wrong_row};
+use super::bench::{Measure, changed_input, roundings, same_bytes, same_rows, values, wrong_row};
 use super::launches::{Launcher, confirm};
 use super::probe::GridPart;
 use super::{Inputs, dropout_of};
@@ -273,7 +273,8 @@ impl Measure for BackwardBench {
         let bytes = &self.returned[0];
         for (i, name) in NAMES.into_iter().enumerate() {
             let (trusted, place) = (self.trusted.as_deref().unwrap_or(bytes), self.output.place(i));
-            let same = same_rows(self.dtype, self.dims[i], &trusted[place.clone()], &bytes[place]);
+            let same =
+                same_rows(self.dtype, roundings(self.dtype), self.dims[i], &trusted[place.clone()], &bytes[place]);
             same.map_err(|why| self.wrong(format!("{name}: {why}")))?;
         }
         if self.trusted.is_none() {

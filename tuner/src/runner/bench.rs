@@ -63,6 +63,7 @@ pub(super) struct Bench {
     /// Elements of a row of O.
     dim: usize,
     dtype: DType,
+    o_dtype: DType,
     program: Option<ProgramRef>,
     dropout: Option<Dropout>,
     seed: u64,
@@ -141,6 +142,7 @@ impl Bench {
             returned,
             dim: dv,
             dtype: p.dtype,
+            o_dtype: p.output_dtype(),
             trusted: None,
         })
     }
@@ -155,7 +157,7 @@ impl Bench {
         }
     }
 
-    /// The sampled rows of O, exact and by unfused attention.
+    /// The sampled rows of O, exact and by unfused attention, of e4m3 by an emulation that rounds P.
     fn expected(&self) -> &[Rows; 2] {
         self.expected.get_or_init(|| {
             let ([q, k, v], mask, scale) = (&self.host, self.shape.mask, self.args.scale);
@@ -163,7 +165,13 @@ impl Bench {
             let program = self.side.as_ref().zip(self.program.as_deref()).map(|((_, data), program)| (program, data));
             let dropout = self.dropout.map(|dropout| dropout.mask([0, 0]));
             let attention = Attention { mask, scale, program, sequence: 0, dropout };
-            [oracle_of(q, k, v, &attention, &rows), unfused_rows_of(q, k, v, &attention, &rows)]
+            let oracle = oracle_of(q, k, v, &attention, &rows);
+            let unfused = match self.dtype {
+                // Its operands have no scales here.
+                DType::E4m3 => e4m3::emulated([q, k, v], &attention, self.o_dtype, &oracle),
+                _ => unfused_rows_of(q, k, v, &attention, &rows),
+            };
+            [oracle, unfused]
         })
     }
 
@@ -201,19 +209,31 @@ impl Bench {
     }
 }
 
+impl Bench {
+    /// How far apart two right outputs may be, in parts of a row's largest element. P is rounded to e4m3 relative to
+    /// maxima that come in the order of the schedule, each by 1/16 of itself at most.
+    fn apart(&self) -> f32 {
+        match (self.dtype, self.o_dtype) {
+            (DType::E4m3, DType::E4m3) => 0.375,
+            (DType::E4m3, _) => 0.25,
+            (dtype, _) => roundings(dtype),
+        }
+    }
+}
+
 impl Measure for Bench {
     fn probe(&mut self, module: &dyn Module) -> Result<(), String> {
         let part = GridPart::of(&self.shape);
-        let args = part.args(&self.args, self.dtype);
+        let args = part.args(&self.args, self.dtype, self.o_dtype);
         // SAFETY: `args` describes a part of the buffers that `self` owns; `run` waits for the launch.
         self.run(0, |this| unsafe {
             this.launcher.device.launch_shape(module, &part.shape, &args, this.launcher.stream)
         })?;
         let o = &self.returned[0][self.output.place(0)];
         let (heads, q_len) = (self.shape.heads as usize, self.shape.q_len as usize);
-        let strays = o.par_chunks(self.dim * self.dtype.bytes()).enumerate().find_map_first(|(i, row)| {
+        let strays = o.par_chunks(self.dim * self.o_dtype.bytes()).enumerate().find_map_first(|(i, row)| {
             let (batch, head, at) = (i / q_len / heads, i / q_len % heads, i % q_len);
-            let why = wrong_row(self.dtype, row, part.holds(batch, head, at))?;
+            let why = wrong_row(self.o_dtype, row, part.holds(batch, head, at))?;
             Some(format!("wrong answer for {}: row {at} of head {head} of sequence {batch} {why}", part.shape))
         });
         strays.map_or(Ok(()), Err)
@@ -226,22 +246,24 @@ impl Measure for Bench {
         self.launch_again(id, module)?;
         self.check_inputs()?;
         let o = &self.returned[0][self.output.place(0)];
-        let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.dtype.bytes());
+        let (heads, q_len, row_bytes) = (s.heads as usize, s.q_len as usize, self.dim * self.o_dtype.bytes());
         let read = |id: &RowId, to: &mut [f32]| {
             let at = ((id.batch as usize * heads + id.head as usize) * q_len + id.row as usize) * row_bytes;
-            to.iter_mut().zip(values(self.dtype, &o[at..at + row_bytes])).for_each(|(to, x)| *to = x);
+            to.iter_mut().zip(values(self.o_dtype, &o[at..at + row_bytes])).for_each(|(to, x)| *to = x);
         };
         let [expected, unfused] = self.expected();
-        let verdict = compare_rows(self.dtype, &read, None, expected, unfused);
+        let verdict = match self.dtype {
+            DType::E4m3 => e4m3::compare_rows(self.o_dtype, &read, None, expected, unfused),
+            dtype => compare_rows(dtype, &read, None, expected, unfused),
+        };
         if !verdict.passed() {
             return Err(format!("wrong answer for {s}: {verdict}"));
         }
         match &self.trusted {
-            Some(trusted) => {
-                same_rows(self.dtype, self.dim, trusted, o).map_err(|why| format!("wrong answer for {s}: {why}"))?
-            }
+            Some(trusted) => same_rows(self.o_dtype, self.apart(), self.dim, trusted, o)
+                .map_err(|why| format!("wrong answer for {s}: {why}"))?,
             None => {
-                same_rows(self.dtype, self.dim, o, o)?;
+                same_rows(self.o_dtype, self.apart(), self.dim, o, o)?;
                 self.trusted = Some(o.to_vec());
             }
         }
@@ -310,13 +332,20 @@ pub(super) fn same_bytes(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.par_chunks(PART).zip(b.par_chunks(PART)).all(|(a, b)| a == b)
 }
 
-/// Whether two outputs agree, row by row: each element finite, and apart by at most a few roundings of the row's
-/// largest element. Both come from different orders of the same sums.
-pub(super) fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(), String> {
+/// A few roundings, in parts of what is rounded.
+pub(super) fn roundings(dtype: DType) -> f32 {
+    8.0 * dtype.epsilon() as f32
+}
+
+/// Whether two outputs agree, row by row: each element finite, and apart by at most so many parts of the row's largest
+/// element, as [`roundings`] says where both come from different orders of the same sums.
+pub(super) fn same_rows(dtype: DType, most_apart: f32, dim: usize, trusted: &[u8], other: &[u8]) -> Result<(), String> {
     if trusted.len() != other.len() {
         return Err("the outputs differ in size".into());
     }
     let row_bytes = dim * dtype.bytes();
+    // The least number of e4m3 is as much as whole rows of an O without a scale are apart.
+    let least = if dtype == DType::E4m3 { 1.0 / 512.0 } else { 1e-5 };
     let worst =
         trusted.par_chunks(row_bytes).zip(other.par_chunks(row_bytes)).enumerate().find_map_first(|(row, (a, b))| {
             let (mut largest, mut apart) = (0.0f32, 0.0f32);
@@ -327,7 +356,7 @@ pub(super) fn same_rows(dtype: DType, dim: usize, trusted: &[u8], other: &[u8]) 
                 largest = largest.max(x.abs());
                 apart = apart.max((x - y).abs());
             }
-            let bound = 8.0 * dtype.epsilon() as f32 * largest + 1e-5;
+            let bound = most_apart * largest + least;
             (apart > bound)
                 .then(|| format!("row {row} is {apart:e} away from the first candidate's, more than {bound:e}"))
         });
@@ -359,7 +388,8 @@ mod tests {
             let base: Vec<f32> = (0..64).map(|i| (i as f32 * 0.37).sin()).collect();
             let eps = dtype.epsilon() as f32;
             let near: Vec<f32> = base.iter().map(|x| x + eps).collect();
-            let same = |other: &[f32]| same_rows(dtype, 16, &bytes(dtype, &base), &bytes(dtype, other));
+            let same =
+                |other: &[f32]| same_rows(dtype, roundings(dtype), 16, &bytes(dtype, &base), &bytes(dtype, other));
             assert_eq!(same(&base), Ok(()));
             assert_eq!(same(&near), Ok(()), "{dtype}");
             for (bad, word) in [(f32::NAN, "row 2"), (f32::INFINITY, "row 2"), (base[40] + 0.4, "away")] {
@@ -374,8 +404,8 @@ mod tests {
     #[test]
     fn an_unwritten_row_is_found_even_in_the_first_output() {
         let mut o = bytes(DType::Bf16, &[0.5; 32]);
-        assert_eq!(same_rows(DType::Bf16, 16, &o, &o), Ok(()));
+        assert_eq!(same_rows(DType::Bf16, roundings(DType::Bf16), 16, &o, &o), Ok(()));
         o[40..].fill(0xff);
-        assert!(same_rows(DType::Bf16, 16, &o, &o).unwrap_err().contains("row 1"));
+        assert!(same_rows(DType::Bf16, roundings(DType::Bf16), 16, &o, &o).unwrap_err().contains("row 1"));
     }
 }

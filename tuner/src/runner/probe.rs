@@ -43,12 +43,12 @@ impl GridPart {
     }
 
     /// The arguments of a launch of the part, from those of the whole.
-    pub(crate) fn args(&self, whole: &ForwardArgs, dtype: DType) -> ForwardArgs {
-        let skipped = |stride: i64| (i64::from(self.first_row) * stride * dtype.bytes() as i64) as u64;
+    pub(crate) fn args(&self, whole: &ForwardArgs, dtype: DType, o_dtype: DType) -> ForwardArgs {
+        let skipped = |stride: i64, dtype: DType| (i64::from(self.first_row) * stride * dtype.bytes() as i64) as u64;
         let Shape { batch, heads, kv_heads, q_len, .. } = self.shape;
         ForwardArgs {
-            q: whole.q + skipped(whole.q_stride[2]),
-            o: whole.o + skipped(whole.o_stride[2]),
+            q: whole.q + skipped(whole.q_stride[2], dtype),
+            o: whole.o + skipped(whole.o_stride[2], o_dtype),
             batch: batch as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
@@ -117,7 +117,7 @@ mod tests {
         let mut args: ForwardArgs = bytemuck::Zeroable::zeroed();
         (args.q, args.o, args.kv_len) = (1 << 20, 1 << 30, 50);
         (args.q_stride, args.o_stride) = ([0, 0, 64], [0, 0, 32]);
-        let own = part.args(&args, DType::Bf16);
+        let own = part.args(&args, DType::Bf16, DType::Bf16);
         assert_eq!((own.batch, own.heads, own.kv_heads, own.q_len, own.kv_len), (1, 2, 1, 12, 50));
         assert_eq!((own.q, own.o), ((1 << 20) + 88 * 128, (1 << 30) + 88 * 64));
         assert!(part.holds(0, 1, 88) && !part.holds(0, 1, 87) && !part.holds(1, 0, 99));

@@ -5,7 +5,7 @@
 //! Small batches that every kernel must compute first are of all layouts, since a kernel serves any.
 
 use super::Inputs;
-use super::bench::{Measure, same_rows, wrong_row};
+use super::bench::{Measure, roundings, same_rows, wrong_row};
 use super::launches::{Launcher, confirm};
 use super::probe::GridPart;
 use crate::space::input_seed;
@@ -103,7 +103,8 @@ impl RaggedBench {
             return Err(self.wrong(verdict));
         }
         let (dtype, o) = (module.kernel().problem.dtype, first.o());
-        same_rows(dtype, self.dim, self.trusted.as_deref().unwrap_or(o), o).map_err(|why| self.wrong(why))?;
+        same_rows(dtype, roundings(dtype), self.dim, self.trusted.as_deref().unwrap_or(o), o)
+            .map_err(|why| self.wrong(why))?;
         self.trusted.get_or_insert_with(|| o.to_vec());
         Ok(verdict.max_error)
     }
