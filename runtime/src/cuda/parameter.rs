@@ -216,9 +216,7 @@ mod tests {
     use super::*;
     use bytemuck::Zeroable;
     use flashtune_codegen::abi::{TensorMap, Tiling};
-    use flashtune_codegen::{
-        DType, Family, Kernel, Mask, MaskKind, Problem, ScaleUnit, ScaleUnits, Schedule, Shape, ShapeBucket,
-    };
+    use flashtune_codegen::{DType, Family, Kernel, Mask, MaskKind, Problem, Schedule, Shape, ShapeBucket};
 
     /// An argument as it was before a field was appended to each of its structs.
     #[repr(C, align(64))]
@@ -289,9 +287,8 @@ mod tests {
         let scalar = 77u64;
         let side = SideArgs { tensors: 0, scalars: (&raw const scalar) as u64 };
         let args = ForwardArgs { q: 5, k: 6, side: 1, ..ForwardArgs::zeroed() };
-        // Only a kernel that multiplies by finer scales takes all of the arguments.
-        let scales = ScaleUnits { k: ScaleUnit::Rows, ..ScaleUnits::default() };
-        let whole = Kernel { problem: sm80.problem.with_scales(scales), ..sm80 };
+        // Only a kernel whose O is e4m3 takes all of the arguments.
+        let whole = Kernel { problem: sm80.problem.with_output(DType::E4m3), ..sm80 };
         // SAFETY: one scalar, which lives on.
         unsafe {
             let own = Parameter::packed(&ArgsLayout::of(&whole), Base::Forward(&args), Some((&program, &side)));
