@@ -183,7 +183,7 @@ class Library(unittest.TestCase):
         plain = "struct_size flags q k v o lse stream window_left window_right mask softmax_scale"
         program = "mask_program score_program sink_program inputs inputs_len input_size block_mask weights"
         descales = "q_descale k_descale v_descale q_descale_stride k_descale_stride v_descale_stride"
-        finer = "residual dropout q_descale_by k_descale_by v_descale_by"
+        finer = "residual dropout q_descale_by k_descale_by v_descale_by o_scale"
         self.assertEqual(fields, plain.split() + program.split() + descales.split() + finer.split())
         self.assertEqual((_library.DESCALES.size, _library.DESCALES_BY.size), (3 * 8 + 3 * 2 * 8, 3 * 16))
         self.assertEqual((_library.TENSOR.size, _library.DROPOUT.size), (80, 40))
