@@ -78,8 +78,8 @@ impl CallLog {
 }
 
 /// The beginning of a line: the command, where it runs, and what all operations have.
-fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
-    let device = match engine.device().arch() {
+fn command(arch: Arch, problem: &Problem, shape: &Shape) -> String {
+    let device = match arch {
         Arch::Cpu(_) => "cpu",
         Arch::Sm(_) => "cuda",
     };
@@ -88,7 +88,7 @@ fn command(engine: &Engine, problem: &Problem, shape: &Shape) -> String {
     if head_dim_v != head_dim_qk {
         line.push_str(&format!(" --head-dim-v {head_dim_v}"));
     }
-    if problem.precision != problem.in_default_precision(engine.device().arch()).precision {
+    if problem.precision != problem.in_default_precision(arch).precision {
         line.push_str(&format!(" --precision {}", problem.precision));
     }
     if problem.scales != ScaleUnits::default() {
@@ -146,7 +146,7 @@ impl Engine {
         let flags = [call.lse.is_some(), call.weights.is_some(), call.block_mask.is_some()];
         let key = (0, problem, shape, views.map(|(_, view)| view.strides), flags);
         log.add(key, || {
-            let mut line = command(self, problem, shape) + &sizes(shape);
+            let mut line = command(self.device().arch(), problem, shape) + &sizes(shape);
             if self.launches() == Launches::Graph {
                 line.push_str(" --graph");
             }
@@ -190,7 +190,7 @@ impl Engine {
                 PageClass::Tokens(_) => tokens.clamp(1, u64::from(u32::MAX)) as u32,
                 _ => USUAL_PAGE,
             };
-            let mut line = command(self, problem, shape);
+            let mut line = command(self.device().arch(), problem, shape);
             line.push_str(&format!(" --q-len {} --kv-lens {}x{}", usual.q_len, shape.batch, usual.kv_len));
             if shape.kv_len > usual.kv_len {
                 line.push_str(&format!(" --kv-bound {}", shape.kv_len));
@@ -237,7 +237,8 @@ impl Engine {
         log.add((3, problem, shape, all, more), || {
             debug_assert_eq!(problem.op, Op::Backward);
             let mut line =
-                command(self, problem, shape).replacen(" bench ", " bench --op backward ", 1) + &sizes(shape);
+                command(self.device().arch(), problem, shape).replacen(" bench ", " bench --op backward ", 1)
+                    + &sizes(shape);
             line.push_str(&format!("  # backward, {}", strides(views)));
             if !problem.kv.is_dense() {
                 line.push_str(", packed: sizes are bounds");
@@ -253,9 +254,22 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtune_codegen::Mask;
 
     fn log(path: &std::path::Path) -> CallLog {
         CallLog { path: path.to_owned(), seen: Mutex::new(Some(HashSet::new())) }
+    }
+
+    #[test]
+    fn a_line_of_e4m3_names_finer_scales_and_another_o_than_the_commands_own() {
+        let shape = Shape { batch: 1, heads: 4, kv_heads: 2, q_len: 33, kv_len: 40, mask: Mask::Causal };
+        let e4m3 = Problem::forward(DType::E4m3, 64, shape.mask.kind()).unwrap();
+        let line = |problem: Problem| command("sm_90a".parse().unwrap(), &problem, &shape);
+        let plain = "flashtune bench --device cuda --dtype e4m3 --head-dim 64 --mask causal --heads 4 --kv-heads 2";
+        assert_eq!(line(e4m3), plain);
+        let scales: ScaleUnits = "q_rows-v_channel".parse().unwrap();
+        let named = plain.replace(" --mask", " --scales q_rows-v_channel --o-dtype e4m3 --mask");
+        assert_eq!(line(e4m3.with_scales(scales).with_output(DType::E4m3)), named);
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub struct Forward<'a> {
     pub k: TensorView,
     /// V, `[batch, kv_heads, kv_len, head_dim_v]`.
     pub v: TensorView,
-    /// O, `[batch, heads, q_len, head_dim_v]`; written.
+    /// O, `[batch, heads, q_len, head_dim_v]`, of Q's dtype, or beside `e4m3` of any; written.
     pub o: TensorView,
     /// Address of the log-sum-exp (natural log), fp32, contiguous `[batch, heads, q_len]`; written when given.
     pub lse: Option<u64>,

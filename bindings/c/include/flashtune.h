@@ -138,7 +138,7 @@ enum flashtune_dtype
   // IEEE binary32.
   FLASHTUNE_DTYPE_F32 = 3,
   // OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a (sm_89 and newer: `allow_paths`), whose O is
-  // one of the others.
+  // of any dtype.
   FLASHTUNE_DTYPE_E4M3 = 4,
 };
 #ifndef __cplusplus

@@ -49,7 +49,7 @@ pub enum Dtype {
     /// IEEE binary32.
     F32 = 3,
     /// OCP FP8, 4 bits of exponent: Q, K and V of forward passes on sm_90a (sm_89 and newer: `allow_paths`), whose O is
-    /// one of the others.
+    /// of any dtype.
     E4m3 = 4,
 }
 

@@ -50,7 +50,7 @@ TENSOR = struct.Struct("=Q4q4qii")
 DROPOUT = struct.Struct("=dQQQQ")
 # And behind that, of a forward pass, what shares a scale in e4m3 operands: kind, rows, and the third stride of each.
 DESCALES_BY = struct.Struct("=" + 3 * "iiq")
-# Of an e4m3 O: o_scale, whose address follows.
+# And behind that, of a forward pass, the address of what an e4m3 O is multiplied by.
 O_SCALE = struct.Struct("=Q")
 DESCALE_HEAD, DESCALE_TOKEN, DESCALE_BLOCK, DESCALE_CHANNEL = range(4)
 # flashtune_backward_args: struct_size, flags; eight tensors as above; lse, dlse, stream, window_left, window_right,

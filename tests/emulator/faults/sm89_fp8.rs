@@ -20,20 +20,6 @@ pub fn schedule(what: &str) -> Schedule {
 
 pub const SM89_FP8: &[Fault] = &[
     [
-        "an O of e4m3 has no scale",
-        "lib/cuda/attention/output_fp8.cuh",
-        "args.o_scale == nullptr ? 1.0f : __ldg(args.o_scale)",
-        "1.0f",
-        "the oracle says",
-    ],
-    [
-        "an O of e4m3 whose threads keep their columns",
-        "lib/cuda/attention/output_fp8.cuh",
-        "const u32 low = odd ? other : first, high = odd ? second : other;",
-        "const u32 low = odd ? first : first, high = odd ? second : second;",
-        "the oracle says",
-    ],
-    [
         "finer: the scale of the next key",
         "forward/sm89_fp8/rows.cuh",
         "scales.address(key + i),",

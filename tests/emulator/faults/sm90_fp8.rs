@@ -56,7 +56,8 @@ pub fn case(what: &str) -> Case {
     }
 }
 
-pub const SM90_FP8: &[Fault] = &[
+/// Of what both families store by.
+pub const OUTPUT_FP8: &[Fault] = &[
     [
         "an O of e4m3 has no scale",
         "lib/cuda/attention/output_fp8.cuh",
@@ -71,6 +72,9 @@ pub const SM90_FP8: &[Fault] = &[
         "const u32 low = odd ? first : first, high = odd ? second : second;",
         "the oracle says",
     ],
+];
+
+pub const SM90_FP8: &[Fault] = &[
     [
         "V is transposed with its keys in the order of memory",
         "forward/sm90_fp8/producer.cuh",

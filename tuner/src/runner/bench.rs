@@ -211,7 +211,8 @@ impl Bench {
 
 impl Bench {
     /// How far apart two right outputs may be, in parts of a row's largest element. P is rounded to e4m3 relative to
-    /// maxima that come in the order of the schedule, each by 1/16 of itself at most.
+    /// maxima that come in the order of the schedule, each weight by 1/16 of itself at most: twice that in two outputs,
+    /// and twice again where terms cancel in the largest element. An O of e4m3 adds 1/16 for each output.
     fn apart(&self) -> f32 {
         match (self.dtype, self.o_dtype) {
             (DType::E4m3, DType::E4m3) => 0.375,
@@ -344,7 +345,7 @@ pub(super) fn same_rows(dtype: DType, most_apart: f32, dim: usize, trusted: &[u8
         return Err("the outputs differ in size".into());
     }
     let row_bytes = dim * dtype.bytes();
-    // The least number of e4m3 is as much as whole rows of an O without a scale are apart.
+    // 1/512 is the least number of e4m3 above zero: of many keys an O without a scale is a few times that.
     let least = if dtype == DType::E4m3 { 1.0 / 512.0 } else { 1e-5 };
     let worst =
         trusted.par_chunks(row_bytes).zip(other.par_chunks(row_bytes)).enumerate().find_map_first(|(row, (a, b))| {

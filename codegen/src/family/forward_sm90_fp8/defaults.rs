@@ -84,7 +84,8 @@ impl Sm90Fp8Schedule {
 }
 
 /// Columns of a part: the most that divide the columns, up to `most`; and where these are 16 alone, as of 80, 112, 176
-/// and 208, parts of nearly equal widths whose last one may be narrower: they take 6 to 15 % less than parts of 16.
+/// and 208, parts of nearly equal widths whose last one may be narrower: they take 6 to 15 % less than parts of 16
+/// (`docs/measured/2026-11-28-h200-fp8-output.md` and the page before it).
 fn part_up_to(columns: u32, most: u32) -> u32 {
     let even = (32..=most).rev().find(|part| part.is_multiple_of(16) && columns.is_multiple_of(*part));
     even.unwrap_or_else(|| columns.div_ceil(columns.div_ceil(most)).next_multiple_of(16))
