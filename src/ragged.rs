@@ -25,6 +25,10 @@ pub struct Ragged<'a> {
     pub mask: Mask,
     /// Factor of the scores; `1 / sqrt(head_dim)` when absent.
     pub scale: Option<f32>,
+    /// What an element of `e4m3` queries is multiplied by: for each sequence and KV head, or fewer.
+    pub q_scale: Scales,
+    /// Address of one fp32 on the device by which an O of `e4m3` is multiplied before it is rounded; 1 when absent.
+    pub o_scale: Option<u64>,
     /// Which scores are dropped behind the softmax, of packed queries and keys; none by default.
     pub dropout: Dropout,
     /// What else masks and changes the scores; its mask holds beside `mask`. `q` and `kv` count the rows and keys of a
@@ -37,8 +41,8 @@ pub struct Ragged<'a> {
 impl<'a> Ragged<'a> {
     /// A call without mask and program, with the default scale.
     pub fn new(batch: RaggedBatch) -> Self {
-        let dropout = Dropout::default();
-        Self { batch, mask: Mask::Full, scale: None, dropout, program: None, side: SideInputs::default() }
+        let (mask, q_scale, dropout, side) = (Mask::Full, Scales::One, Dropout::default(), SideInputs::default());
+        Self { batch, mask, scale: None, q_scale, o_scale: None, dropout, program: None, side }
     }
 
     /// The same call with a score program and what it reads.
@@ -128,6 +132,15 @@ impl Engine {
             self.device().check_address(name, address, bytes)
         })?;
         self.check_dropout_addresses(&call.dropout)?;
+        let q_scale = match call.q_scale {
+            Scales::PerHead { address, .. } | Scales::PerToken { address, .. } => Some(address),
+            Scales::One => None,
+        };
+        for (name, address) in [("q_scale", q_scale), ("o_scale", call.o_scale)] {
+            if let Some(at) = address.filter(|at| *at != 0) {
+                self.device().check_address(name, at, 4)?;
+            }
+        }
         if call.batch.is_empty() { Ok(()) } else { self.check_side_addresses(&call.side) }
     }
 
@@ -174,7 +187,7 @@ impl Engine {
         }
         let demands = Constraints::NONE
             .with_if(Constraint::Unaligned, !resolved.aligned)
-            .with_if(Constraint::Strided, ragged_unaddressable(&resolved.args).is_some());
+            .with_if(Constraint::Strided, ragged_unaddressable(&resolved.problem, &resolved.args).is_some());
         // By a usual sequence: with bounds of 128k a kernel for sequences of 2k would be another.
         let plan = self.plan_for(&resolved.problem, &resolved.sizes(), demands, haste)?;
         Ok(Some(Dispatch::new(plan, resolved.shape)))
@@ -184,6 +197,8 @@ impl Engine {
 /// Checks a call and says what it asks for.
 fn resolve(call: &Ragged<'_>) -> Result<RaggedCall> {
     let resolved = ragged_call(&call.batch, call.mask, call.scale)?.with_dropout(&call.dropout)?;
+    let resolved = resolved.with_query_scale(call.q_scale)?;
+    let resolved = call.o_scale.map_or(Ok(resolved), |at| resolved.with_output_scale(at))?;
     let program = call.program.map(|p| p.admitting(|name| call.side.scalar(name))).filter(|p| !p.is_plain());
     Ok(program.map_or(resolved, |program| resolved.with_program(program)))
 }

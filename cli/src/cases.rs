@@ -113,10 +113,11 @@ impl RaggedArgs {
             for &store in &stores {
                 if store.element != KvElement::Same && case.problem.dtype == DType::F32 {
                     return Err(usage(
-                        "--kv-dtype: quantised stores are read beside f16 and bf16 queries; name one by --dtype",
+                        "--kv-dtype: quantised stores are read beside f16, bf16 and e4m3 queries; name one by --dtype",
                     ));
                 }
-                let problem = case.problem.with_kv(KvKind::Ragged(store));
+                let element = store.element.beside(case.problem.dtype);
+                let problem = case.problem.with_kv(KvKind::Ragged(KvStore { element, ..store }));
                 problem.validate()?;
                 // What of a score program's mask is a window at these sizes may be none at others.
                 ragged.extend(pages.iter().map(|pages| Case { problem, pages: *pages, ..case }));

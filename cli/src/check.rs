@@ -370,7 +370,8 @@ fn check_problem(
     for batch in ragged_sweep::batches(problem, effort, nth, seed) {
         let case = RaggedCase::new(device.clone(), problem, &batch)?;
         // Fast kernels take whole vectors of 16 bytes, some of them by TMA; calls with others are not given to them.
-        let strided = Constraints::NONE.with_if(Constraint::Strided, ragged_unaddressable(case.args()).is_some());
+        let strided =
+            Constraints::NONE.with_if(Constraint::Strided, ragged_unaddressable(problem, case.args()).is_some());
         let can = |family: Family| {
             (case.data().is_aligned() || family.purpose() == Purpose::Plain) && family.unmet(strided).is_none()
         };

@@ -55,11 +55,19 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
     };
     let mut problems = Vec::new();
     for &(qk, v) in dims {
-        for dtype in DType::ALL {
+        for dtype in DType::ALL.into_iter().chain([DType::E4m3]) {
             for mask in MaskKind::ALL {
                 let nth = problems.len();
                 let plain = Problem::forward_qk_v(dtype, qk, v, mask).expect("the dims above are supported");
-                let problem = plain.with_kv(KvKind::Ragged(store(nth)));
+                let problem = match dtype {
+                    DType::E4m3 => {
+                        let store = store(nth / 4);
+                        let store = KvStore { element: store.element.beside(dtype), ..store };
+                        let output = DType::OUTPUTS_OF_E4M3[nth % DType::OUTPUTS_OF_E4M3.len()];
+                        plain.with_output(output).with_kv(KvKind::Ragged(store))
+                    }
+                    _ => plain.with_kv(KvKind::Ragged(store(nth))),
+                };
                 let own = || Program::parse(PROGRAMS[nth / 3 % PROGRAMS.len()]).expect("a program of the list above");
                 problems.push(match (program.is_plain(), nth % 3) {
                     (false, _) => problem.with_program(program.clone()),
@@ -74,7 +82,8 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
 
 /// The same problems' gradients, of packed sequences.
 pub(crate) fn backward_problems(effort: Effort, program: &Program) -> Vec<Problem> {
-    problems(effort, program).into_iter().map(|p| p.with_kv(KvKind::RAGGED).backward()).collect()
+    let all = problems(effort, program).into_iter().filter(|p| p.dtype != DType::E4m3);
+    all.map(|p| p.with_kv(KvKind::RAGGED).backward()).collect()
 }
 
 /// Packed sequences for a backward problem with their inputs, the same ones every time.
@@ -172,7 +181,7 @@ mod tests {
             {
                 let data = RaggedData::new(problem, batch).unwrap();
                 let in_pages = matches!(batch.index, Index::Table | Index::Csr);
-                let why = ragged_unaddressable(&data.args(|_| 1 << 32));
+                let why = ragged_unaddressable(problem, &data.args(|_| 1 << 32));
                 let odd = in_pages && (batch.page_tokens % 16 != 0 || batch.left_pad);
                 let apart = batch.layout == StoreLayout::Chunks && batch.lengths.iter().any(|l| l[1] > 1);
                 met[usize::from(in_pages)] += 1;

@@ -139,7 +139,7 @@ arguments! {
         pub k: u64 as "const void*",
         /// The store of V.
         pub v: u64 as "const void*",
-        /// O, rows of `head_dim_v` elements of Q's dtype.
+        /// O, rows of `head_dim_v` elements of [`Problem::output_dtype`].
         pub o: u64 as "void*",
         /// Log-sum-exp, fp32, or 0.
         pub lse: u64 as "float*",
@@ -239,6 +239,13 @@ arguments! {
         pub dropout_seed_at: u64 as "const void*",
         /// Address of 64 bits of an offset on the device, or 0.
         pub dropout_offset_at: u64 as "const void*",
+        /// What an element of an `e4m3` Q is multiplied by, fp32 `[batch, kv_heads]` by strides, or 0 for 1; and what
+        /// follows, of problems with such queries.
+        pub q_scale: u64 as "const float*",
+        /// Strides of Q's scales: sequence, KV head.
+        pub q_scale_stride: [i64; 2],
+        /// As [`ForwardArgs::o_scale`].
+        pub o_scale: u64 as "const float*",
     }
 }
 
@@ -424,10 +431,12 @@ impl Cut {
 
     /// Of [`RaggedArgs`], which have no residual either.
     pub(crate) const fn of_ragged(problem: &Problem) -> Self {
-        match problem.dropout {
-            true => Self::NONE,
-            false => Self { bytes: size_of::<RaggedArgs>() - offset_of!(RaggedArgs, dropout_threshold) },
-        }
+        let known = match (problem.dtype, problem.dropout) {
+            (DType::E4m3, _) => size_of::<RaggedArgs>(),
+            (_, true) => offset_of!(RaggedArgs, q_scale),
+            (_, false) => offset_of!(RaggedArgs, dropout_threshold),
+        };
+        Self { bytes: size_of::<RaggedArgs>() - known }
     }
 
     /// Whether it is of the struct of this name in kernels: others are whole, or have it inside.

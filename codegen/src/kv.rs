@@ -65,6 +65,11 @@ pub enum KvElement {
 }
 
 impl KvElement {
+    /// What `same` means beside queries of a dtype: those of e4m3 have it by its own name.
+    pub fn beside(self, queries: DType) -> Self {
+        if self == KvElement::Same && queries == DType::E4m3 { KvElement::E4m3 } else { self }
+    }
+
     /// Bytes of an element, beside queries of a dtype.
     pub const fn bytes(self, queries: DType) -> usize {
         match self {

@@ -65,9 +65,10 @@ pub use family::{
     BackwardSm90Schedule, CpuE4m3Schedule, CpuRaggedSchedule, CpuSchedule, Family, GradientCpuSchedule,
     GradientNaiveSchedule, NaiveRaggedSchedule, NaiveSchedule, PAD_ROWS, PadCudaSchedule, Place, Purpose,
     QuantiseCpuSchedule, QuantiseCudaSchedule, QuantiseScratch, RaggedAccount, RaggedUnaddressable, Schedule,
-    Sm80F32Schedule, Sm80Instructions, Sm80RaggedSchedule, Sm80Schedule, Sm89Fp8Schedule, Sm90Fp8Schedule,
-    Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler, Swizzle, TensorMapSpec,
-    TileOrder, backward_unaddressable, has_loose_biases, is_addressable, ragged_unaddressable, unaddressable,
+    Sm80F32Schedule, Sm80Instructions, Sm80RaggedSchedule, Sm80Schedule, Sm89Fp8Schedule, Sm90Fp8RaggedSchedule,
+    Sm90Fp8Schedule, Sm90LookAhead, Sm90RaggedSchedule, Sm90Rescale, Sm90RowOrder, Sm90Schedule, Sm90Scheduler,
+    Swizzle, TensorMapSpec, TileOrder, backward_unaddressable, has_loose_biases, is_addressable, ragged_unaddressable,
+    unaddressable,
 };
 pub use kernel::{Kernel, Language, Source};
 pub use kv::{KvElement, KvKind, KvScales, KvStore};

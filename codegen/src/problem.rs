@@ -2,7 +2,7 @@
 
 use crate::omitted::is_default;
 use crate::score::{Declaration, Program, ProgramRef};
-use crate::{Arch, DType, Error, KvKind, MaskKind, Precision, Result, ScaleUnit, ScaleUnits, Shape};
+use crate::{Arch, DType, Error, KvElement, KvKind, MaskKind, Precision, Result, ScaleUnit, ScaleUnits, Shape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -301,9 +301,13 @@ impl Problem {
                 }
             };
         }
-        if self.op != Op::Forward || !self.kv.is_dense() {
-            let limit = "e4m3 is computed in forward passes over dense tensors";
+        if self.op != Op::Forward {
+            let limit = "e4m3 is computed in forward passes";
             return Err(Error::unsupported("dtype", self.dtype, limit, "convert Q, K and V to bf16 or f16"));
+        }
+        if self.kv.store().is_some_and(|store| store.element == KvElement::Same) {
+            let limit = "the store of a ragged batch with e4m3 queries says its own elements: e4m3, e5m2 or int8";
+            return Err(Error::unsupported("kv", self.kv, limit, "name the elements of K and V"));
         }
         Ok(())
     }
@@ -314,8 +318,8 @@ impl Problem {
         if self.scales == ScaleUnits::default() {
             return Ok(());
         }
-        if self.dtype != DType::E4m3 {
-            let limit = "scales belong to e4m3 operands of forward passes";
+        if self.dtype != DType::E4m3 || !self.kv.is_dense() {
+            let limit = "scales belong to e4m3 operands of forward passes over dense tensors";
             return Err(Error::unsupported("scales", self.scales, limit, "leave the scales out"));
         }
         for (field, unit) in [("q_descale", q), ("k_descale", k)] {

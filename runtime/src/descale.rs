@@ -1,8 +1,9 @@
 //! Scales of `e4m3` operands, as the host hands them over.
 
+use crate::ragged::{RaggedCall, Scales};
 use crate::tensor::error;
 use crate::{ForwardCall, Result, TensorView};
-use flashtune_codegen::{DType, ScaleUnit, ScaleUnits, Shape};
+use flashtune_codegen::{DType, Problem, ScaleUnit, ScaleUnits, Shape};
 use std::fmt;
 
 /// Scales of Q, K and V of `e4m3`: what an element is multiplied by.
@@ -185,18 +186,69 @@ impl ForwardCall {
     /// # Errors
     /// [`crate::Error::Tensor`] beside another O, and for an address that is null or no multiple of 4.
     pub fn with_output_scale(mut self, address: u64) -> Result<Self> {
-        let output = self.problem.output_dtype();
-        if output != DType::E4m3 {
-            let remedy = "leave the scale out, or give an output of e4m3";
-            return Err(error("o_scale", "dtype of O", output, "an O of e4m3 is multiplied by a scale", remedy));
-        }
-        if address == 0 || !address.is_multiple_of(4) {
-            let expected = "a multiple of 4 bytes, not null";
-            return Err(error("o_scale", "address", format!("{address:#x}"), expected, "allocate it first"));
-        }
-        self.args.o_scale = address;
+        self.args.o_scale = output_scale(&self.problem, address)?;
         Ok(self)
     }
+}
+
+impl RaggedCall {
+    /// The same call with what an element of `e4m3` queries is multiplied by.
+    ///
+    /// # Errors
+    /// [`crate::Error::Tensor`] beside other queries, and for scales of tokens, negative strides, or an address that is
+    /// null or no multiple of 4.
+    pub fn with_query_scale(mut self, scale: Scales) -> Result<Self> {
+        const NAME: &str = "q_scale";
+        let (address, strides) = match scale {
+            Scales::One => return Ok(self),
+            Scales::PerHead { address, strides } => (address, strides),
+            Scales::PerToken { .. } => {
+                let expected = "Q has a scale for each sequence and KV head, or fewer";
+                return Err(error(NAME, "kind", "by token", expected, "quantise Q by head"));
+            }
+        };
+        if self.problem.dtype != DType::E4m3 {
+            let expected = "scales belong to e4m3";
+            return Err(error(NAME, "dtype of Q", self.problem.dtype, expected, "leave the scale out"));
+        }
+        if strides.iter().any(|stride| *stride < 0) {
+            let found = format!("{strides:?}");
+            return Err(error(NAME, "strides", found, "strides are not negative", "make the tensor contiguous"));
+        }
+        check_fp32(NAME, address)?;
+        let outer = |n: u32, stride| if n > 1 { stride } else { 0 };
+        self.args.q_scale = address;
+        self.args.q_scale_stride = [outer(self.shape.batch, strides[0]), outer(self.shape.kv_heads, strides[1])];
+        Ok(self)
+    }
+
+    /// As [`ForwardCall::with_output_scale`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_output_scale(mut self, address: u64) -> Result<Self> {
+        self.args.o_scale = output_scale(&self.problem, address)?;
+        Ok(self)
+    }
+}
+
+/// The address of what O of a problem is multiplied by, checked.
+fn output_scale(problem: &Problem, address: u64) -> Result<u64> {
+    let output = problem.output_dtype();
+    if output != DType::E4m3 {
+        let remedy = "leave the scale out, or give an output of e4m3";
+        return Err(error("o_scale", "dtype of O", output, "an O of e4m3 is multiplied by a scale", remedy));
+    }
+    check_fp32("o_scale", address)?;
+    Ok(address)
+}
+
+fn check_fp32(name: &'static str, address: u64) -> Result<()> {
+    if address == 0 || !address.is_multiple_of(4) {
+        let expected = "a multiple of 4 bytes, not null";
+        return Err(error(name, "address", format!("{address:#x}"), expected, "allocate it first"));
+    }
+    Ok(())
 }
 
 impl fmt::Display for ScaleKind {

@@ -88,7 +88,7 @@ pub enum QueryRows {
 pub struct Queries {
     /// Device address of the first element.
     pub address: u64,
-    /// Elements of Q and O.
+    /// Elements of Q and, but beside `e4m3`, of O.
     pub dtype: DType,
     /// Query heads, a multiple of the store's.
     pub heads: u64,
@@ -123,8 +123,8 @@ impl StoreType {
     /// What a kernel is specialised to.
     pub const fn element(self) -> KvElement {
         match self {
+            StoreType::E4m3 | StoreType::Float(DType::E4m3) => KvElement::E4m3,
             StoreType::Float(_) => KvElement::Same,
-            StoreType::E4m3 => KvElement::E4m3,
             StoreType::E5m2 => KvElement::E5m2,
             StoreType::Int8 => KvElement::Int8,
         }
@@ -319,7 +319,7 @@ pub struct Lse {
 pub struct Output {
     /// Device address of O's first element.
     pub address: u64,
-    /// Elements of O: those of Q.
+    /// Elements of O: those of Q; beside `e4m3` queries any.
     pub dtype: DType,
     /// Distance in elements from one batch entry, head and row to the next. That of the batch has no meaning where rows
     /// are packed.

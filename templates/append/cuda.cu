@@ -147,7 +147,7 @@ __device__ __forceinline__ float scale_of_row(u32 largest, const float (&x)[kUni
     store_shared_4(largest + threadIdx.x * 4, most);
     __syncthreads();
     for (int i = 0; i < kLanes; i++) most = max_of(most, load_shared_4(largest + min_of(first + i, kThreads - 1) * 4));
-    return __uint_as_float(most) / kLargest<KvElement>;
+    return __uint_as_float(most) / kLargestValue<KvElement>;
 }
 
 // The elements of a store that a unit becomes: its own, or x by its scale.

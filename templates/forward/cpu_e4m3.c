@@ -18,7 +18,7 @@
 #define DTYPE_e4m3 3
 #define OUTPUT DTYPE_@{ output }@
 #define DTYPE (OUTPUT == DTYPE_e4m3 ? DTYPE_f32 : OUTPUT)  /* of convert.h, which knows no e4m3 */
-#define KV KV_e4m3                                         /* of quantise.h, which rounds to it */
+#define Q_CODES 1
 #define HEAD_DIM_QK @{ head_dim_qk }@
 #define HEAD_DIM_V @{ head_dim_v }@
 #define MASK_LEFT @{ mask_left }@
@@ -41,7 +41,8 @@
 <% include "lib/cpu/abi.h" %>
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
-<% include "lib/cpu/quantise.h" %>
+<% include "lib/cpu/narrow_8.h" %>
+<% include "lib/cpu/codes.h" %>
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/mask.h" %>
 
@@ -78,26 +79,9 @@ typedef struct {
 
 INLINE int64_t pitch(const ForwardArgs *args) { return ((int64_t)args->kv_len + LANES - 1) / LANES * LANES; }
 
-/* A code as a float. Exponent and mantissa lie as a float's do, but for a bias that is less by 120. */
-INLINE float of_code(uint8_t code) {
-    const float magnitude = (float_bits){.u = (uint32_t)(code & 0x7f) << 20}.f * 0x1p120f;
-    const uint32_t bits = (code & 0x7f) == 0x7f ? 0x7fffffff : (float_bits){.f = magnitude}.u;
-    return (float_bits){.u = bits | (uint32_t)(code & 0x80) << 24}.f;
-}
 INLINE void of_codes(float *to, const uint8_t *from, int n) {
     for (int i = 0; i < n; i++) to[i] = of_code(from[i]);
 }
-
-/* A row of O. */
-#if OUTPUT == DTYPE_e4m3
-typedef uint8_t output_element;
-INLINE void narrow_output(output_element *to, const float *from, int n) {
-    for (int i = 0; i < n; i++) to[i] = narrow_kv(from[i]);
-}
-#else
-typedef element output_element;
-INLINE void narrow_output(output_element *to, const float *from, int n) { narrow_row(to, from, n); }
-#endif
 
 /* The scale of a head. */
 INLINE float scale_of(const float *scales, const int64_t *stride, int64_t batch, int64_t head) {

@@ -10,6 +10,7 @@
 #define DTYPE_f32 0
 #define DTYPE_f16 1
 #define DTYPE_bf16 2
+#define DTYPE_e4m3 3
 #define KV_f32 0
 #define KV_f16 1
 #define KV_bf16 2
@@ -22,7 +23,9 @@
 #define ISA_avx512bf16 3
 #define ISA_amx 4
 
-#define DTYPE DTYPE_@{ dtype }@
+#define OUTPUT DTYPE_@{ output }@
+#define Q_CODES (DTYPE_@{ dtype }@ == DTYPE_e4m3)  /* Q is made of codes, which every dtype of convert.h holds */
+#define DTYPE (OUTPUT == DTYPE_e4m3 ? DTYPE_f32 : OUTPUT)
 #define KV KV_@{ kv_element }@       /* elements of the store */
 #define KV_SCALED @{ kv_scaled }@    /* they are quantised */
 #define KV_PER_TOKEN @{ kv_scale_per_token }@
@@ -74,6 +77,10 @@
 
 <% include "lib/cpu/vec.h" %>
 <% include "lib/cpu/convert.h" %>
+#if OUTPUT == DTYPE_e4m3
+<% include "lib/cpu/narrow_8.h" %>
+#endif
+<% include "lib/cpu/codes.h" %>
 <% include "lib/cpu/store.h" %>
 <% include "lib/cpu/exp2.h" %>
 <% include "lib/cpu/ragged.h" %>
@@ -138,14 +145,20 @@ INLINE int64_t head_of(const Work *w, int64_t i) {
     return w->kv_head * (int64_t)w->group + (w->tile->row + i) % w->group;
 }
 
-INLINE const element *q_row(const Work *w, int64_t i) {
+INLINE const query_element *q_row(const Work *w, int64_t i) {
     const int64_t *stride = w->args->q_stride;
-    return (const element *)w->args->q + w->s.q + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
+    return (const query_element *)w->args->q + w->s.q + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
 }
 
-INLINE element *o_row(const Work *w, int64_t i) {
+INLINE output_element *o_row(const Work *w, int64_t i) {
     const int64_t *stride = w->args->o_stride;
-    return (element *)w->args->o + w->s.o + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
+    return (output_element *)w->args->o + w->s.o + query_of(w, i) * stride[2] + head_of(w, i) * stride[1];
+}
+
+/* From Q K^T to units of log2, but for scales of tokens. */
+INLINE float score_scale_of(const RaggedArgs *args, int64_t b, int64_t kv_head) {
+    const float scale = args->scale * LOG2E * Q_SCALE(args, b, kv_head);
+    return scale * head_scale(args->k_scale, args->k_scale_stride, b, kv_head);
 }
 
 /* What O of a row is multiplied by, from the maximum of its scores as softmax.h has it and the sum of its weights;
@@ -173,6 +186,7 @@ static float finish_row(const Work *w, int64_t i, float maximum, float sum, floa
 #if DROPOUT
     inverse *= args->dropout_scale;
 #endif
+    inverse *= O_SCALE(args);
     if (args->lse) {
         const int64_t at = w->s.lse + query * args->lse_stride[2] + head_of(w, i) * args->lse_stride[1];
         const int none = empty || sum == 0;
@@ -287,7 +301,7 @@ static void attend_panels(const Work *w, Scratch *scratch, int64_t begin, int64_
     }
     for (int i = 0; i < ROUND_UP(rows, PANEL); i += LANES) {
         for (int x = 0; x < LANES && i + x < rows; x++)
-            __builtin_memcpy(p->elements + x * HEAD_DIM_QK, q_row(w, i + x), sizeof(element) * HEAD_DIM_QK);
+            read_query(p->elements + x * HEAD_DIM_QK, q_row(w, i + x), HEAD_DIM_QK);
         pack_queries(p->q[i / PANEL] + i % PANEL, p->elements, HEAD_DIM_QK, rows - i, w->score_scale, p->rows);
     }
     for (int i = 0; i < ROUND_UP(rows, PANEL); i++) p->maximum[i] = -INF, p->sum[i] = 0;
@@ -350,7 +364,7 @@ static void finish_panels(const Work *w, Scratch *scratch) {
         }
         unpack_output(p->elements, HEAD_DIM_V, count, p->o[i / PANEL] + i % PANEL, vf_load(inverse), p->rows);
         for (int x = 0; x < count; x++)
-            __builtin_memcpy(o_row(w, i + x), p->elements + x * HEAD_DIM_V, sizeof(element) * HEAD_DIM_V);
+            write_output(o_row(w, i + x), p->elements + x * HEAD_DIM_V, HEAD_DIM_V);
     }
 }
 
@@ -371,8 +385,15 @@ static void start_few(const Work *w, Few *few, const int heads, const int stored
     Work head = *w;
     for (int i = 0; i < heads * stored_rows; i++) {
         head.kv_head = w->tile->kv_head + i / stored_rows;
-        if (i % stored_rows < rows) few_query(few->q + i * FEW_Q, q_row(&head, i % stored_rows));
-        else __builtin_memset(few->q + i * FEW_Q, 0, sizeof(few_element) * FEW_Q);
+        if (i % stored_rows < rows) {
+#if Q_CODES
+            element q[HEAD_DIM_QK];
+            read_query(q, q_row(&head, i % stored_rows), HEAD_DIM_QK);
+            few_query(few->q + i * FEW_Q, q);
+#else
+            few_query(few->q + i * FEW_Q, q_row(&head, i % stored_rows));
+#endif
+        } else __builtin_memset(few->q + i * FEW_Q, 0, sizeof(few_element) * FEW_Q);
     }
 }
 
@@ -389,8 +410,7 @@ static void few_block(const Work *w, Scratch *scratch, const Keys *found, int64_
             keys = scratch->keys + 2, k_offset = v_offset = 0;
         }
         const int32_t kv_head = w->tile->kv_head + head;
-        const float k_scale = head_scale(args->k_scale, args->k_scale_stride, w->tile->b, kv_head);
-        const float scale = args->scale * LOG2E * k_scale;
+        const float scale = score_scale_of(args, w->tile->b, kv_head);
         for (int group = 0; group * WIDEST < rows; group++) {
             Ahead *const next = group == 0 ? ahead : 0;
             switch (few_width(rows, group)) {
@@ -480,7 +500,7 @@ static void finish_few(Work *w, Scratch *scratch) {
 #endif
         _Alignas(64) float result[FEW_O];
         few_ordered(result, few->o + at * FEW_O, finish_row(w, row, few->maximum[at], few->sum[at], sink));
-        narrow_row(o_row(w, row), result, HEAD_DIM_V);
+        narrow_output(o_row(w, row), result, HEAD_DIM_V);
     }
 }
 #endif
@@ -514,7 +534,7 @@ void ft_tile(const RaggedArgs *args, uint64_t range, void *memory) {
         return;
     }
 #endif
-    w.score_scale = args->scale * LOG2E * head_scale(args->k_scale, args->k_scale_stride, tile->b, tile->kv_head);
+    w.score_scale = score_scale_of(args, tile->b, tile->kv_head);
     w.v_scale = head_scale(args->v_scale, args->v_scale_stride, tile->b, tile->kv_head);
 #if PROGRAM
     for (int row = 0; row < tile->rows; row += PANEL)

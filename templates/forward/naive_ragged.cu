@@ -6,10 +6,13 @@
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/kv_elements.cuh" %>
+<% include "lib/cuda/attention/quantise.cuh" %>
+<% include "lib/cuda/attention/e4m3_scales.cuh" %>
 <% include "lib/cuda/attention/ragged.cuh" %>
 
 // Problem.
-using Element = @{ dtype }@;
+using Element = @{ dtype }@;  // of Q
+using OutputElement = @{ output }@;
 using KvElement = @{ kv_element }@;
 constexpr int kHeadDimQK = @{ head_dim_qk }@;
 constexpr int kHeadDimV = @{ head_dim_v }@;
@@ -122,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
     const Dropout dropout = dropout_of(args);
     const u32 pair = dropout_pair(args, tile.batch, tile.head);
 #endif
+    const float scale = args.scale * query_scale<Element>(args, tile.batch, tile.kv_head);
     KeyRange live[kRows];
     float m[kRows], l[kRows], o[kRows][kOutColumns], s[kRows][kColumns];
 #pragma unroll
@@ -182,12 +186,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
                 // Rows and keys beyond the last repeat it, so that no index leaves a tensor.
                 const int row = min_of(tile.row + y + kDown * i, sequence.q_len - 1), first = n * kBlockKV + x;
                 const int offset = min_of(kAcross * j, sequence.kv_len - 1 - first);
-                const ScoreRow score = score_row(head, kept.score, row, first, args.scale);
+                const ScoreRow score = score_row(head, kept.score, row, first, scale);
                 const MaskRow mask = mask_row(head, kept.mask, row, first);
-                s[i][j] = score_element(head, kept.score, score, row, first, offset, s[i][j], args.scale);
+                s[i][j] = score_element(head, kept.score, score, row, first, offset, s[i][j], scale);
                 if (masked || !mask_element(head, kept.mask, mask, row, first, offset)) s[i][j] = -FT_INFINITY;
 #else
-                s[i][j] = masked ? -FT_INFINITY : s[i][j] * args.scale;
+                s[i][j] = masked ? -FT_INFINITY : s[i][j] * scale;
 #endif
             }
         }
@@ -248,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
         }
     }
 
-    Element* out = (Element*)args.o + first_row(args.o_stride);
+    OutputElement* out = (OutputElement*)args.o + first_row(args.o_stride);
+    const float o_scale = output_scale<OutputElement>(args);
     float* lse = args.lse + (args.lse == nullptr ? 0 : first_row(args.lse_stride));
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -274,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@(const __gr
             for (int j = 0; j < kOutColumns; j++) {
                 const int column = x + kAcross * j;
                 if (column < kHeadDimV) {
-                    out[row * args.o_stride[2] + column] = from_float<Element>(empty ? 0.0f : o[i][j] / l[i]);
+                    const float x = empty ? 0.0f : o[i][j] / l[i] * o_scale;
+                    out[row * args.o_stride[2] + column] = from_float<OutputElement>(x);
                 }
             }
             if (args.lse != nullptr && x == 0) {

@@ -14,9 +14,12 @@
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/kv_elements.cuh" %>
+<% include "lib/cuda/attention/quantise.cuh" %>
+<% include "lib/cuda/attention/e4m3_scales.cuh" %>
 
 // Problem.
-using Element = @{ dtype }@;
+using Element = @{ dtype }@;  // of Q
+using OutputElement = @{ output }@;
 using CacheElement = @{ kv_element }@;
 constexpr bool kScaled = @{ kv_scaled }@;
 constexpr bool kScalePerToken = @{ kv_scale_per_token }@;

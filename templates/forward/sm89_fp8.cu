@@ -77,6 +77,7 @@ constexpr bool kMasks = kMaskLeft || kMaskRight;
 constexpr float kProbabilityLog2 = 8.0f;
 
 <% include "lib/cuda/attention/descale.cuh" %>
+<% include "lib/cuda/attention/e4m3_scales.cuh" %>
 <% include "lib/cuda/attention/output_fp8.cuh" %>
 
 using Scores = float[kMTiles][kSTiles][4];

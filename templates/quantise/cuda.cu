@@ -507,7 +507,7 @@ __device__ __forceinline__ void find_largest_of_channels(const QuantiseArgs& arg
 
 // The scale by which a largest magnitude becomes that of e4m3: 1 where all are zero, and a normal number.
 __device__ __forceinline__ float scale_of(u32 largest) {
-    return largest == 0 ? 1.0f : max_of(__uint_as_float(largest) / kLargest<e4m3>, 0x1p-126f);
+    return largest == 0 ? 1.0f : max_of(__uint_as_float(largest) / kLargestValue<e4m3>, 0x1p-126f);
 }
 
 // Eight elements as e4m3.

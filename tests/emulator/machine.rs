@@ -155,7 +155,9 @@ impl Emulated {
         let source = kernel.render(templates).map_err(|e| e.to_string())?;
         // What the source says of itself, and what only the host's model knows.
         let (rename, shared_bytes) = match kernel.schedule {
-            Schedule::Sm90(_) | Schedule::Sm90Ragged(_) | Schedule::Sm90Fp8(_) => ("", "Layout::kBytes".to_owned()),
+            Schedule::Sm90(_) | Schedule::Sm90Ragged(_) | Schedule::Sm90Fp8(_) | Schedule::Sm90Fp8Ragged(_) => {
+                ("", "Layout::kBytes".to_owned())
+            }
             Schedule::BackwardSm90(_) => ("", String::new()),
             Schedule::Naive(_) => ("", kernel.resources().smem_bytes.to_string()),
             _ => ("#define smem shared_memory\n", kernel.resources().smem_bytes.to_string()),

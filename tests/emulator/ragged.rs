@@ -22,10 +22,11 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 /// The families, each with an arch for every path that its code has.
-const FAMILIES: [(Family, &[&str]); 3] = [
+const FAMILIES: [(Family, &[&str]); 4] = [
     (Family::ForwardNaiveRagged, &["sm_75"]),
     (Family::ForwardSm80Ragged, &["sm_80", "sm_90a"]),
     (Family::ForwardSm90Ragged, &["sm_90a"]),
+    (Family::ForwardSm90Fp8Ragged, &["sm_90a"]),
 ];
 
 /// What a machine of two cores gets through.
@@ -41,8 +42,17 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
         let dim_qk = *DIMS.choose(rng).expect("not empty");
         let dim_v = if rng.random_bool(0.7) { dim_qk } else { *DIMS.choose(rng).expect("not empty") };
         let mask = *MaskKind::ALL.choose(rng).expect("not empty");
-        let dtype = if rng.random_bool(0.1) { DType::F32 } else { *DTYPES.choose(rng).expect("not empty") };
+        let dtype = match rng.random_range(0..10) {
+            0 => DType::F32,
+            1 | 2 => DType::E4m3,
+            _ => *DTYPES.choose(rng).expect("not empty"),
+        };
         let element = *ELEMENTS.choose(rng).expect("not empty");
+        let output = match dtype {
+            DType::E4m3 if element == KvElement::Same => continue,
+            DType::E4m3 => *DType::OUTPUTS_OF_E4M3.choose(rng).expect("not empty"),
+            _ => dtype,
+        };
         let per_token = element != KvElement::Same && rng.random();
         let store = KvStore {
             element,
@@ -50,7 +60,7 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
             v_columns: rng.random_bool(0.15),
         };
         let mut problem = Problem::forward_qk_v(dtype, dim_qk, dim_v, mask).expect("a legal problem");
-        problem = problem.with_kv(KvKind::Ragged(store));
+        problem = problem.with_output(output).with_kv(KvKind::Ragged(store));
         if let Some(text) = program {
             problem = problem.with_program(Program::parse(text).expect("a program"));
         }
@@ -72,9 +82,12 @@ fn random_kernel(rng: &mut StdRng, family: Family, arch: &str, program: Option<&
 /// The program with a number, or the next one that the family takes.
 fn program_for(family: Family, arch: &str, number: usize) -> &'static str {
     let takes = |text: &&str| {
-        let plain = Problem::forward(DType::Bf16, 64, MaskKind::FULL).expect("a legal problem").with_kv(KvKind::RAGGED);
-        let problem = plain.with_program(Program::parse(text).expect("a program"));
-        family.supports(&problem, arch.parse().expect("an arch")).is_ok()
+        let e4m3 = KvKind::Ragged(KvStore { element: KvElement::E4m3, ..KvStore::default() });
+        [(DType::Bf16, KvKind::RAGGED), (DType::E4m3, e4m3)].into_iter().any(|(dtype, kv)| {
+            let plain = Problem::forward(dtype, 64, MaskKind::FULL).expect("a legal problem").with_kv(kv);
+            let problem = plain.with_program(Program::parse(text).expect("a program"));
+            family.supports(&problem, arch.parse().expect("an arch")).is_ok()
+        })
     };
     let mut programs = (0..PROGRAMS.len()).map(|i| PROGRAMS[(number + i) % PROGRAMS.len()]);
     programs.find(takes).expect("the family takes some program")
@@ -139,7 +152,7 @@ pub fn try_ragged(
             continue;
         }
         // TMA takes packs, slots, and pages of a multiple of 16 tokens.
-        let strided = ragged_unaddressable(&data.args(|_| 1 << 32)).is_some();
+        let strided = ragged_unaddressable(&kernel.problem, &data.args(|_| 1 << 32)).is_some();
         if kernel.schedule.family().unmet(Constraints::NONE.with_if(Constraint::Strided, strided)).is_some() {
             continue;
         }

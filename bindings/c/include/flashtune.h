@@ -989,7 +989,7 @@ typedef struct flashtune_ragged {
   int64_t q_stride[3];
   // Elements of Q: a `flashtune_dtype`.
   int32_t q_dtype;
-  // Elements of O: a `flashtune_dtype`, that of Q; 0 is the same.
+  // Elements of O: a `flashtune_dtype`, that of Q; 0 is the same. Beside e4m3 queries any, and 0 is bf16.
   int32_t o_dtype;
   // Query heads, a multiple of kv_heads.
   int64_t heads;
@@ -1107,6 +1107,13 @@ typedef struct flashtune_ragged {
   uint64_t input_size;
   // Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
   struct flashtune_dropout dropout;
+  // What elements of e4m3 queries are multiplied by, fp32, for each sequence and KV head; NULL: 1.
+  const float *q_scale;
+  // Its strides: sequence, KV head; 0 repeats one.
+  int64_t q_scale_stride[2];
+  // Where O is FLASHTUNE_E4M3, as it may be beside such queries: device address of one fp32 by which O is multiplied
+  // before it is rounded; NULL: 1.
+  const float *o_scale;
 } flashtune_ragged;
 
 #ifdef __cplusplus

@@ -260,6 +260,11 @@ pub(crate) fn dtype(tensor: &'static str, number: i32) -> Result<DType> {
     }
 }
 
+/// As [`dtype`], of Q or O of a forward pass, which may be e4m3.
+pub(crate) fn operand_dtype(tensor: &'static str, number: i32) -> Result<DType> {
+    if number == Dtype::E4m3 as i32 { Ok(DType::E4m3) } else { dtype(tensor, number) }
+}
+
 /// Of Q, K, V or O of a forward pass, which may be e4m3.
 pub(crate) fn operand(tensor: &'static str, t: &Tensor) -> Result<TensorView> {
     match t.dtype {

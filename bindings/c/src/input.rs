@@ -71,7 +71,7 @@ unsafe impl Sized32 for QuantiseArgs {
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<Options>() == 112 && size_of::<ForwardArgs>() == 680);
-    assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 616 && size_of::<AppendArgs>() == 560);
+    assert!(size_of::<BlockMaskArgs>() == 80 && size_of::<RaggedArgs>() == 648 && size_of::<AppendArgs>() == 560);
     assert!(size_of::<QuantiseArgs>() == 736);
     assert!(size_of::<BackwardArgs>() == 944 && size_of::<DlTensors>() == 48);
 };

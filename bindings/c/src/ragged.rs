@@ -2,15 +2,15 @@
 
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::forward::{dropout, dtype, mask, stream};
+use crate::forward::{dropout, mask, operand_dtype, stream};
 use crate::types::{
-    EngineHandle, Index, IntType, RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs, Scales, Status,
-    StoreType,
+    EngineHandle, Index, IntType, RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs,
+    Scales as ScaleKind, Status, StoreType,
 };
 use crate::{input, program};
 use engine::ragged::{
     self, Added, Bounds, Expected, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, Ragged,
-    RaggedBatch, Store, StoreRows,
+    RaggedBatch, Scales, Store, StoreRows,
 };
 use engine::{DType, Stream};
 use std::ffi::c_void;
@@ -85,7 +85,13 @@ unsafe fn with_call(
     let program = unsafe { program::of_call(&args, None)? };
     let scale = scale(&args)?;
     let mask = mask(args.mask, (args.window_left, args.window_right))?;
-    let mut call = Ragged { mask, scale, dropout: dropout(&args.dropout), ..Ragged::new(batch(&args)?) };
+    let batch = batch(&args)?;
+    let q_scale = match address(args.q_scale) {
+        0 => Scales::One,
+        address => Scales::PerHead { address, strides: args.q_scale_stride },
+    };
+    let o_scale = (!args.o_scale.is_null()).then(|| address(args.o_scale));
+    let mut call = Ragged { mask, scale, q_scale, o_scale, dropout: dropout(&args.dropout), ..Ragged::new(batch) };
     if let Some((program, inputs)) = &program {
         call = call.with_program(*program, inputs.side());
     }
@@ -124,8 +130,13 @@ pub(crate) fn address<T>(pointer: *const T) -> u64 {
 
 /// The call in the engine's words, without its mask and score program.
 fn batch(args: &RaggedArgs) -> Result<RaggedBatch> {
-    let q_dtype = dtype("q", args.q_dtype)?;
-    let o_dtype = if args.o_dtype == 0 { q_dtype } else { dtype("o", args.o_dtype)? };
+    let q_dtype = operand_dtype("q", args.q_dtype)?;
+    // Of 0 that of Q; beside e4m3 queries, whose O is rounded by a scale, bf16.
+    let o_dtype = match (args.o_dtype, q_dtype) {
+        (0, DType::E4m3) => DType::Bf16,
+        (0, _) => q_dtype,
+        (given, _) => operand_dtype("o", given)?,
+    };
     let element = store_type(args.kv_type, q_dtype)?;
     let lengths = int_type("length_type", args.length_type)?;
     let ints = |pointer: *const c_void| Ints { address: address(pointer), kind: lengths };
@@ -279,17 +290,17 @@ pub(crate) fn store_type(number: i32, queries: DType) -> Result<ragged::StoreTyp
     })
 }
 
-pub(crate) fn scales(field: &str, number: i32, address: u64, strides: [i64; 3]) -> Result<ragged::Scales> {
-    const ONE: i32 = Scales::One as i32;
-    const HEAD: i32 = Scales::Head as i32;
-    const TOKEN: i32 = Scales::Token as i32;
+pub(crate) fn scales(field: &str, number: i32, address: u64, strides: [i64; 3]) -> Result<Scales> {
+    const ONE: i32 = ScaleKind::One as i32;
+    const HEAD: i32 = ScaleKind::Head as i32;
+    const TOKEN: i32 = ScaleKind::Token as i32;
     match number {
         ONE if address != 0 => Err(Failure::argument(format!(
             "{field} is FLASHTUNE_SCALES_ONE, but an address of scales is given; say FLASHTUNE_SCALES_HEAD or _TOKEN"
         ))),
-        ONE => Ok(ragged::Scales::One),
-        HEAD => Ok(ragged::Scales::PerHead { address, strides: [strides[0], strides[1]] }),
-        TOKEN => Ok(ragged::Scales::PerToken { address, strides }),
+        ONE => Ok(Scales::One),
+        HEAD => Ok(Scales::PerHead { address, strides: [strides[0], strides[1]] }),
+        TOKEN => Ok(Scales::PerToken { address, strides }),
         n => Err(Failure::argument(format!("{field} is {n}, but a flashtune_scales is 0, 1 or 2"))),
     }
 }

@@ -514,7 +514,7 @@ pub struct RaggedArgs {
     pub q_stride: [i64; 3],
     /// Elements of Q: a `flashtune_dtype`.
     pub q_dtype: i32,
-    /// Elements of O: a `flashtune_dtype`, that of Q; 0 is the same.
+    /// Elements of O: a `flashtune_dtype`, that of Q; 0 is the same. Beside e4m3 queries any, and 0 is bf16.
     pub o_dtype: i32,
     /// Query heads, a multiple of kv_heads.
     pub heads: i64,
@@ -638,6 +638,13 @@ pub struct RaggedArgs {
     pub input_size: u64,
     /// Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
     pub dropout: Dropout,
+    /// What elements of e4m3 queries are multiplied by, fp32, for each sequence and KV head; NULL: 1.
+    pub q_scale: *const f32,
+    /// Its strides: sequence, KV head; 0 repeats one.
+    pub q_scale_stride: [i64; 2],
+    /// Where O is FLASHTUNE_E4M3, as it may be beside such queries: device address of one fp32 by which O is multiplied
+    /// before it is rounded; NULL: 1.
+    pub o_scale: *const f32,
 }
 
 /// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.

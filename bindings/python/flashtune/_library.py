@@ -151,7 +151,9 @@ class Ragged(ctypes.Structure):
         ptr mask_program score_program sink_program inputs inputs_len input_size
         f64 dropout_p
         u64 dropout_seed dropout_offset
-        ptr dropout_seed_at dropout_offset_at
+        ptr dropout_seed_at dropout_offset_at q_scale
+        i64 q_scale_stride:2
+        ptr o_scale
     """)
 
 

@@ -13,7 +13,7 @@ from .functional import _default
 # The addresses of flashtune_ragged that tensors of a call stand at, in the order of the struct.
 _FIELDS = (
     "q", "q_begin", "q_lengths", "k", "v", "k_scale", "v_scale", "slots", "kv_begin", "k_table", "kv_lengths",
-    "kv_sums", "left_pad", "o", "lse",
+    "kv_sums", "left_pad", "o", "lse", "q_scale",
 )  # fmt: skip
 _OFFSETS = [getattr(abi.Ragged, name).offset for name in _FIELDS]
 _ENDS = [*_OFFSETS, ctypes.sizeof(abi.Ragged)]
@@ -40,7 +40,7 @@ class Repeated:
         known = engine._again_ragged.get(self.key)
         if known is None:
             return None
-        parts, places, shape, lse_shape = known
+        parts, places, new, shape, lse_shape = known
         tensors, given, parts = self.tensors, self.given, parts.copy()
         try:
             for place, address in zip(places, tensors.addresses_of(given)):
@@ -49,7 +49,7 @@ class Repeated:
             # The long way says why one has no memory to read.
             return None
         q = given[0]
-        out = tensors.empty_like(q) if shape is None else tensors.empty(shape, q)
+        out = tensors.empty_like(q) if shape is None else getattr(tensors, new)(shape, q)
         parts[_PLACES["o"]] = tensors.address(out)
         lse = None
         if lse_shape is not None:
@@ -76,11 +76,13 @@ class Repeated:
             parts += [image[begin:end], 0]
         # O is contiguous, and where it has the shape and strides of q, so is q.
         like_q = tuple(out.shape) == tuple(self.given[0].shape) and list(args.q_stride) == list(args.o_stride)
+        # Beside e4m3 it is of another dtype.
+        new, like_q = ("empty", like_q) if args.q_dtype != abi.E4M3 else ("empty_wide", False)
         shapes = None if like_q else tuple(out.shape), None if lse is None else tuple(lse.shape)
         known = self.engine._again_ragged
         if len(known) >= MOST_CALLS:
             known.clear()
-        known[self.key] = parts[:-1], [_PLACES[name] for name in names], *shapes
+        known[self.key] = parts[:-1], [_PLACES[name] for name in names], new, *shapes
 
 
 def plain_key(tensors, given, scale, causal, window, numbers):

@@ -20,6 +20,9 @@ unknown)."""
 # A tensor: address, shape, strides in elements, name of the dtype.
 _View = namedtuple("_View", "address shape strides dtype")
 
+# Queries beside which O has a dtype of its own.
+_NARROW = "float8_e4m3fn"
+
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, **dict.fromkeys(abi.QUANTISED, 1)}
 
 # Arguments of the builds of flash-attention that are taken at the value that means "not used", and why no other is.
@@ -78,6 +81,8 @@ class Call:
             expected_longest=self.step.expected_longest,
         )
         self.name, self.like, self.caches, self.keeps = name, q, (k, v), []
+        # Whether q is of e4m3.
+        self.narrow = False
         # The dtype of all lengths, and the argument that said so.
         self.length_type = self.length_name = None
         # What to remember the call by, if it is one that may come again.
@@ -129,7 +134,8 @@ class Call:
     def queries(self, q, begin, most, used):
         args, packed = self.args, begin is not None
         view = self.view("q", q, 3 if packed else 4)
-        args.q_dtype = self.dtype("q", view)
+        self.narrow = view.dtype == _NARROW
+        args.q_dtype = abi.E4M3 if self.narrow else self.dtype("q", view)
         *rows, self.heads, dim = view.shape
         self.packed_rows = packed
         if packed:
@@ -220,7 +226,7 @@ class Call:
                 f"{k_name} is {dtype}; a store is of q's dtype, or one of {', '.join(abi.QUANTISED)}; convert it"
             )
         if not self.quantised and kind != args.q_dtype:
-            of_q = next(name for name, number in abi.DTYPES.items() if number == args.q_dtype)
+            of_q = next((name for name, number in abi.DTYPES.items() if number == args.q_dtype), _NARROW)
             raise InvalidTensor(f"{k_name} is {dtype}, {self.name} {of_q}; convert one of them")
         args.kv_type = kind
         if len(k.shape) == 5:
@@ -282,7 +288,13 @@ class Call:
         self.args.max_kv = self.room if most is None else min(most, self.room)
 
     def scales(self, q_descale, of_k, of_v, ignored=False):
-        self.unused("q_descale", q_descale, True)
+        if q_descale is None or not self.narrow:
+            self.unused("q_descale", q_descale, True)
+        else:
+            self.args.q_scale, kind, strides = self.scale("q_descale", q_descale)
+            if kind == abi.SCALES_TOKEN:
+                raise InvalidTensor("q_descale is a scale for each token of the cache; q has one for each KV head")
+            self.args.q_scale_stride = strides[:2]
         for which, (flash, a, own, b) in (("k", of_k), ("v", of_v)):
             name = own if b is not None else flash
             value = one_of(flash, a, own, b)
@@ -295,6 +307,17 @@ class Call:
             setattr(self.args, f"{which}_scale", address)
             setattr(self.args, f"{which}_scales", kind)
             setattr(self.args, f"{which}_scale_stride", strides)
+
+    def scale_output(self, value):
+        """What an O of e4m3 is multiplied by before it is rounded."""
+        if not self.narrow:
+            raise InvalidArgument(f"out_scale is of q of {_NARROW}; leave it out, and quantise the result")
+        view = self.view("out_scale", value, unit=False)
+        if view.dtype != "float32" or math.prod(view.shape) != 1:
+            raise InvalidTensor(
+                f"out_scale is {view.dtype} of the shape {tuple(view.shape)}; it is float32 of one element"
+            )
+        self.args.o_scale = view.address
 
     def unused(self, name, value, ignored):
         """A scale of what is not quantised: flash-attention does not read it."""
@@ -350,6 +373,11 @@ class Call:
     def append(self, q, k, v, begin, rotary):
         """Appends new rows; gives q as attention takes it, rotated if asked for."""
         args = self.args
+        if self.narrow:
+            raise Unsupported(
+                f"k and v are new rows beside q of {_NARROW}, but rows are rounded to the cache as they are appended; "
+                "append wider rows by reshape_and_cache_flash, and call this without them"
+            )
         for name, t in (("k_cache", self.caches[0]), ("v_cache", self.caches[1])):
             require_writeable(self.tensors, name, t)
         rank = 3 if begin else 4
@@ -386,7 +414,7 @@ class Call:
         abi.require(abi.library().flashtune_append(self.engine._handle, more, stream))
         _engine._last = self.engine
 
-    def run(self, q, scale, causal, window, softcap, alibi_slopes, sinks, out, return_lse):
+    def run(self, q, scale, causal, window, softcap, alibi_slopes, sinks, out, return_lse, out_scale=None):
         """The attention."""
         args, tensors, heads = self.args, self.tensors, self.heads
         args.mask, args.window_left, args.window_right = mask_of(causal, window_of(window))
@@ -396,15 +424,25 @@ class Call:
             except TypeError:
                 raise InvalidArgument(f"softmax_scale is {scale!r}, but it is a finite number") from None
         shape = (*self.q.shape[:-1], args.head_dim_v)
-        if out is None:
-            out = tensors.empty(shape, q)
-        else:
+        if out_scale is not None:
+            self.scale_output(out_scale)
+        if out is not None:
             tensors.check_out(out, self.device)
+        elif self.narrow and out_scale is None:
+            out = tensors.empty_wide(shape, q)
+        else:
+            out = tensors.empty(shape, q)
         view = self.view("out", out)
-        if tuple(view.shape) != shape or view.dtype != self.q.dtype:
+        # Beside e4m3 it is of any dtype.
+        wanted = view.dtype if self.narrow else self.q.dtype
+        if tuple(view.shape) != shape or view.dtype != wanted:
             raise InvalidTensor(
-                f"out is {view.dtype} {tuple(view.shape)}, but the result is {self.q.dtype} {shape}; pass such memory"
+                f"out is {view.dtype} {tuple(view.shape)}, but the result is {wanted} {shape}; pass such memory"
             )
+        if self.narrow:
+            args.o_dtype = abi.E4M3 if view.dtype == _NARROW else self.dtype("out", view)
+            if out_scale is not None and args.o_dtype != abi.E4M3:
+                raise InvalidTensor(f"out_scale is given, but out is {view.dtype}; pass one of {_NARROW}")
         for name, other in (("q", self.q), ("k", self.stored[0]), ("v", self.stored[1])):
             if _overlap(view, other):
                 raise InvalidTensor(

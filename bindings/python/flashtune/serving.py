@@ -76,6 +76,7 @@ def flash_attn_varlen_func(
     v_descale=None,
     k_scale=None,
     v_scale=None,
+    out_scale=None,
     s_aux=None,
     learnable_sink=None,
     precise=False,
@@ -86,7 +87,7 @@ def flash_attn_varlen_func(
 ):
     """Attention of packed sequences over packed keys or over pages.
 
-    q: ``[total_q, heads, head_dim]``; float16, bfloat16 or float32.
+    q: ``[total_q, heads, head_dim]``; float16, bfloat16 or float32; or float8_e4m3fn beside k and v of 8 bits.
     k, v: ``[total_k, kv_heads, head_dim]`` and ``[total_k, kv_heads, head_dim_v]`` with ``cu_seqlens_k``; or, with
         ``block_table`` (``page_table``), pages ``[pages, page_tokens, kv_heads, head_dim]``, of q's dtype or of
         float8_e4m3fn, float8_e5m2 or int8. Any strides with a contiguous last dimension.
@@ -101,6 +102,9 @@ def flash_attn_varlen_func(
     s_aux or learnable_sink: the logit of one more key without a value for each head, ``[heads]``.
     k_descale or k_scale, and of v: what elements of quantised pages are multiplied by, float32: a number, ``[1]``,
         ``[kv_heads]``, ``[batch, kv_heads]`` (any of both 1), or ``[pages, page_tokens, kv_heads]``.
+    q_descale: what elements of a float8_e4m3fn q are multiplied by, as those of k but for the last form.
+    out_scale: float32 of one element: of a float8_e4m3fn q, the output is float8_e4m3fn, too, rounded after it was
+        multiplied by this. Without it, it is bfloat16, or what ``out`` is.
     out: where the result goes; else new memory, in which rows of no sequence hold anything.
     Gives ``[total_q, heads, head_dim_v]``, and with ``return_softmax_lse`` the log-sum-exp, float32 ``[heads,
     total_q]``. A row that sees no key gives 0 and -inf.
@@ -120,7 +124,7 @@ def flash_attn_varlen_func(
     tensors = adapter(q)
     dropout = of_call(tensors, q, dropout_p, rng_state)
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
-    scales = q_descale, k_descale, v_descale, k_scale, v_scale
+    scales = q_descale, k_descale, v_descale, k_scale, v_scale, out_scale
     if table is None and out is None and all(scale is None for scale in scales) and tensors.by_operator(q, k, v):
         check(scheduler_metadata, num_splits, others)
         step = scheduler_metadata or Step(None, None, 0, 0)
@@ -142,17 +146,18 @@ def flash_attn_varlen_func(
 
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 5, step=None,
+    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 6, step=None,
     num_splits=0, others=(), dropout=None,
 ):  # fmt: skip
     """The call, the short way where one like it has been made."""
     repeated = None
-    _, k_descale, v_descale, k_scale, v_scale = scales
+    q_descale, k_descale, v_descale, k_scale, v_scale, out_scale = scales
     plain = alibi_slopes is None and sinks is None and out is None and not others and num_splits in (None, 0, 1)
-    plain = plain and dropout is None
-    if plain and scales[0] is None and k_scale is None and v_scale is None and _is_step(step) and _is_none(softcap):
+    plain = plain and dropout is None and out_scale is None
+    if plain and k_scale is None and v_scale is None and _is_step(step) and _is_none(softcap):
         given = [("q", q), ("k", k), ("v", v), ("q_begin", cu_seqlens_q), ("q_lengths", seqused_q)]
         given += [("kv_lengths", seqused_k), ("k_scale", k_descale), ("v_scale", v_descale), ("k_table", table)]
+        given.append(("q_scale", q_descale))
         # With a table and lengths the sums of keys are not looked at.
         if table is None or seqused_k is None:
             given.append(("kv_begin" if table is None else "kv_sums", cu_seqlens_k))
@@ -179,7 +184,7 @@ def _is_none(softcap):
 
 def _varlen(
     call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 5,
+    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 6,
 ):  # fmt: skip
     """The call itself."""
     if cu_seqlens_q is None:
@@ -206,9 +211,11 @@ def _varlen(
         if seqused_k is None:
             args.kv_sums = call.ints("cu_seqlens_k", cu_seqlens_k, call.batch + 1)
         call.bound_keys(max_seqlen_k)
-    q_descale, k_descale, v_descale, k_scale, v_scale = scales
+    q_descale, k_descale, v_descale, k_scale, v_scale, out_scale = scales
     call.scales(q_descale, ("k_descale", k_descale, "k_scale", k_scale), ("v_descale", v_descale, "v_scale", v_scale))
-    return call.run(q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse)
+    return call.run(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale
+    )
 
 
 def flash_attn_with_kvcache(
@@ -235,6 +242,7 @@ def flash_attn_with_kvcache(
     v_descale=None,
     k_scale=None,
     v_scale=None,
+    out_scale=None,
     softmax_scale=None,
     causal=False,
     window_size=(-1, -1),
@@ -277,7 +285,7 @@ def flash_attn_with_kvcache(
     # Without new rows, and nothing but tensors of lengths and places beside the three.
     if (
         k is None and v is None and rotary_cos is None and rotary_sin is None and cu_seqlens_k_new is None
-        and rotary_seqlens is None and q_descale is None and k_scale is None and v_scale is None
+        and rotary_seqlens is None and k_scale is None and v_scale is None and out_scale is None
         and alibi_slopes is None and s_aux is None and learnable_sink is None and out is None and not others
         and num_splits in (None, 0, 1) and type(return_softmax_lse) is bool and _is_none(softcap)
         and _is_step(scheduler_metadata)
@@ -285,7 +293,7 @@ def flash_attn_with_kvcache(
         given = (
             ("q", q), ("k", k_cache), ("v", v_cache), ("q_begin", cu_seqlens_q), ("kv_lengths", cache_seqlens),
             ("k_table", table), ("slots", cache_batch_idx), ("left_pad", cache_leftpad), ("k_scale", k_descale),
-            ("v_scale", v_descale),
+            ("v_scale", v_descale), ("q_scale", q_descale),
         )  # fmt: skip
         sizes = (max_seqlen_q, max_seqlen_k, int(return_softmax_lse), *(scheduler_metadata or ()))
         repeated = _repeated.of_call(q, given, softmax_scale, causal, window_size, sizes)
@@ -324,7 +332,9 @@ def flash_attn_with_kvcache(
             f"{named} belong to new rows, but k and v are None; pass those, or rotate q before the call"
         )
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
-    return call.run(q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse)
+    return call.run(
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale
+    )
 
 
 def reshape_and_cache_flash(

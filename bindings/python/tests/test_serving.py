@@ -458,9 +458,126 @@ class Slots(Case):
         self.refuses(tensor, "key float16", f, key.astype("float16"), key, k, k.copy(), slots)
 
 
+@unittest.skipUnless(ml_dtypes, "needs ml_dtypes for float8")
+class NarrowQueries(Case):
+    """q of e4m3: packed, over pages and over slots; O of any dtype."""
+
+    Q, K = [3, 0, 1, 40, 5], [7, 4, 0, 33, 130]
+
+    def setUp(self):
+        heads, kv_heads, dim = 4, 2, 32
+        narrow = lambda rows, heads, seed: random((rows, heads, dim), seed=seed).astype(ml_dtypes.float8_e4m3fn)
+        self.q, self.k, self.v = narrow(sum(self.Q), heads, 1), narrow(sum(self.K), kv_heads, 2), narrow(
+            sum(self.K), kv_heads, 3
+        )
+        scales = np.random.default_rng(4).uniform(0.5, 1.5, (3, len(self.Q), kv_heads)).astype("float32")
+        self.scales = dict(zip(("q_descale", "k_descale", "v_descale"), scales))
+        self.lengths = sums(self.Q), sums(self.K), max(self.Q), max(self.K)
+
+    def pages(self, tokens=16):
+        """The same keys in shuffled pages, and the table."""
+        counts = [-(-n // tokens) for n in self.K]
+        order = np.random.default_rng(5).permutation(sum(counts)).astype("int32")
+        table = np.full((len(self.K), max(counts)), -1, "int32")
+        caches = [np.full((sum(counts), tokens, *t.shape[1:]), np.nan, t.dtype) for t in (self.k, self.v)]
+        first, page = 0, 0
+        for b, n in enumerate(self.K):
+            for i in range(counts[b]):
+                table[b, i] = order[page]
+                some = min(tokens, n - i * tokens)
+                for cache, t in zip(caches, (self.k, self.v)):
+                    cache[order[page], :some] = t[first + i * tokens : first + i * tokens + some]
+                page += 1
+            first += n
+        return *caches, table
+
+    def want(self, **named):
+        """Of what the codes mean."""
+        outs, lses, q0, k0 = [], [], 0, 0
+        for b, (q_rows, k_rows) in enumerate(zip(self.Q, self.K)):
+            scales = [self.scales[name][b] for name in ("q_descale", "k_descale", "v_descale")]
+            group = np.repeat(scales[0], 2)
+            q = self.q[q0 : q0 + q_rows].astype("float64") * group[:, None]
+            k, v = (
+                t[k0 : k0 + k_rows].astype("float64") * by[:, None]
+                for t, by in zip((self.k, self.v), scales[1:])
+            )
+            o, lse = plain(q, k, v, **named)
+            outs.append(o), lses.append(lse)
+            q0, k0 = q0 + q_rows, k0 + k_rows
+        return np.concatenate(outs), np.concatenate(lses, 1)
+
+    def test_packed_and_paged_with_scales_of_sequences_and_heads(self):
+        want, want_lse = self.want(causal=True)
+        q, k, v, lengths = self.q, self.k, self.v, self.lengths
+        for _ in range(2):  # and once more the short way
+            out, lse = flashtune.flash_attn_varlen_func(
+                q, k, v, *lengths, causal=True, return_softmax_lse=True, **self.scales
+            )
+            self.assertEqual(out.dtype, ml_dtypes.bfloat16)
+            self.same(out, want)
+            self.same_lse(lse, want_lse)
+        k, v, table = self.pages()
+        used = np.array(self.K, "int32")
+        for _ in range(2):
+            out = flashtune.flash_attn_varlen_func(
+                q, k, v, lengths[0], None, *lengths[2:], seqused_k=used, block_table=table, causal=True, **self.scales
+            )
+            self.same(out, want)
+        out = flashtune.flash_attn_with_kvcache(
+            q, k, v, cu_seqlens_q=lengths[0], max_seqlen_q=lengths[2], cache_seqlens=used, block_table=table,
+            causal=True, **self.scales,
+        )  # fmt: skip
+        self.same(out, want)
+
+    def test_numbers_and_one_scale_for_all(self):
+        self.scales = {name: np.full((5, 2), 0.5, "float32") for name in self.scales}
+        want, _ = self.want()
+        for half in (0.5, np.full(1, 0.5, "float32"), np.full((1, 2), 0.5, "float32")):
+            named = dict.fromkeys(self.scales, half)
+            self.same(flashtune.flash_attn_varlen_func(self.q, self.k, self.v, *self.lengths, **named), want)
+
+    def test_outputs_of_every_dtype_and_a_scale_of_o(self):
+        want, _ = self.want()
+        call = lambda **named: flashtune.flash_attn_varlen_func(
+            self.q, self.k, self.v, *self.lengths, **self.scales, **named
+        )
+        for dtype in ("float32", "float16", ml_dtypes.bfloat16):
+            out = np.empty(self.q.shape, dtype)
+            self.assertIs(call(out=out), out)
+            self.same(out, want)
+        by = np.full(1, 64.0, "float32")
+        out = call(out_scale=by)
+        self.assertEqual(out.dtype, ml_dtypes.float8_e4m3fn)
+        wide = call(out=np.empty(self.q.shape, "float32"))
+        np.testing.assert_array_equal(
+            out.view("uint8"), np.clip(wide * 64, -448, 448).astype(ml_dtypes.float8_e4m3fn).view("uint8")
+        )
+
+    def test_refusals_name_the_argument(self):
+        q, k, v, lengths = self.q, self.k, self.v, self.lengths
+        f, tensor = flashtune.flash_attn_varlen_func, flashtune.InvalidTensor
+        wide = [t.astype("float32") for t in (q, k, v)]
+        self.refuses(tensor, "k is float32, q float8_e4m3fn", f, q, *wide[1:], *lengths)
+        self.refuses(flashtune.Unsupported, "q_descale", f, *wide, *lengths, q_descale=0.5)
+        self.refuses(flashtune.InvalidArgument, "out_scale", f, *wide, *lengths, out_scale=np.ones(1, "float32"))
+        self.refuses(tensor, "out_scale is float32", f, q, k, v, *lengths, out_scale=np.ones(2, "float32"))
+        out = np.empty(q.shape, "float32")
+        self.refuses(tensor, "out_scale", f, q, k, v, *lengths, out=out, out_scale=np.ones(1, "float32"))
+        self.refuses(tensor, "q_descale has the shape", f, q, k, v, *lengths, q_descale=np.ones((2, 2), "float32"))
+        caches = self.pages()
+        new = random((5, 1, 2, 32))
+        rows = random((5, 1, 4, 32)).astype(ml_dtypes.float8_e4m3fn)
+        f = flashtune.flash_attn_with_kvcache
+        self.refuses(
+            flashtune.Unsupported, "reshape_and_cache_flash", f, rows, *caches[:2], new, new,
+            block_table=caches[2], cache_seqlens=np.array([1] * 5, "int32"),
+        )  # fmt: skip
+
+
 class Structures(unittest.TestCase):
     def test_structures_are_those_of_the_header(self):
-        self.assertEqual(ctypes.sizeof(_library.Ragged), 616)
+        self.assertEqual(ctypes.sizeof(_library.Ragged), 648)
         self.assertEqual(ctypes.sizeof(_library.Append), 560)
 
 

@@ -8,7 +8,7 @@ use flashtune::append::{Append, RowCount, Rows, Target};
 use flashtune::ragged::{Ints, Scales, Store, StoreRows, StoreType};
 use flashtune::{DType, Distribution, Engine, HostTensor, Layout, Stream};
 use flashtune_codegen::{KvElement, Mask, Shape};
-use flashtune_runtime::reference::{Attention, compare, oracle_of, sample_rows, unfused_rows_of};
+use flashtune_runtime::reference::{Attention, compare, e4m3, oracle_of, sample_rows, unfused_rows_of};
 use flashtune_runtime::{Buffer, Device, Verdict};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -49,17 +49,21 @@ pub(crate) fn model_of(case: &Case, Element(element): Element) -> Result<Model> 
     let (dtype, heads, kv_heads) = (problem.dtype, shape.heads, shape.kv_heads);
     if element != KvElement::Same && dtype == DType::F32 {
         return Err(usage(format!(
-            "--kv-dtype {} is read beside f16 and bf16 queries alone; name one of them by --dtype",
+            "--kv-dtype {} is read beside f16, bf16 and e4m3 queries alone; name one of them by --dtype",
             element.name()
         )));
     }
-    Ok(Model { dtype, element, heads, kv_heads, head_dim: problem.head_dim_qk, mask: shape.mask })
+    let (output, element) = (problem.output_dtype(), element.beside(dtype));
+    Ok(Model { dtype, output, element, heads, kv_heads, head_dim: problem.head_dim_qk, mask: shape.mask })
 }
 
 /// Heads, dims and elements.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Model {
+    /// Of Q.
     pub dtype: DType,
+    /// Of O.
+    pub output: DType,
     pub element: KvElement,
     pub heads: u32,
     pub kv_heads: u32,
@@ -77,6 +81,11 @@ impl Model {
         }
     }
 
+    /// Elements of rows of K and V before they are appended.
+    fn rows_dtype(&self) -> DType {
+        if self.dtype == DType::E4m3 { DType::Bf16 } else { self.dtype }
+    }
+
     /// Bytes of a token in a layer's K and V.
     pub(crate) fn token_bytes(&self) -> u64 {
         2 * u64::from(self.kv_heads) * u64::from(self.head_dim) * self.element.bytes(self.dtype) as u64
@@ -85,8 +94,8 @@ impl Model {
     /// E.g. `bf16, 32/8 heads of 128, causal, e4m3 cache`.
     pub(crate) fn told(&self) -> String {
         let Self { dtype, heads, kv_heads, head_dim, mask, .. } = self;
-        let cache =
-            if self.element == KvElement::Same { String::new() } else { format!(", {} cache", self.element.name()) };
+        let same = [KvElement::Same, KvElement::Same.beside(self.dtype)].contains(&self.element);
+        let cache = if same { String::new() } else { format!(", {} cache", self.element.name()) };
         format!("{dtype}, {heads}/{kv_heads} heads of {head_dim}, {mask}{cache}")
     }
 }
@@ -114,7 +123,7 @@ impl Inputs {
                 let shape = shape(model.kv_heads, kv_rows);
                 HostTensor::random(model.dtype, shape, Layout::Bshd, seed, Distribution::Normal)
             }
-            _ => eighths(model.dtype, shape(model.kv_heads, kv_rows), seed),
+            _ => eighths(model.rows_dtype(), shape(model.kv_heads, kv_rows), seed),
         };
         let (k, v) = (of_cache(seed + 1), of_cache(seed + 2));
         let buffer = |bytes: &[u8]| {
@@ -123,7 +132,7 @@ impl Inputs {
             Ok::<_, flashtune_runtime::Error>(buffer)
         };
         let on_device = [buffer(q.bytes())?, buffer(k.bytes())?, buffer(v.bytes())?];
-        let o = device.alloc(q.bytes().len())?;
+        let o = device.alloc(q.bytes().len() / model.dtype.bytes() * model.output.bytes())?;
         let scale = buffer(&INT8_SCALE.to_ne_bytes())?;
         Ok(Self { model, q, k, v, on_device, o, scale })
     }
@@ -155,16 +164,16 @@ impl Inputs {
     pub(crate) fn output(&self, device: &dyn Device, stream: Stream) -> Result<HostTensor> {
         let mut bytes = vec![0; self.o.len()];
         device.download(&*self.o, &mut bytes, stream)?;
-        Ok(HostTensor::from_bytes(self.model.dtype, self.q.shape(), Layout::Bshd, bytes).expect("O is as large as Q"))
+        Ok(HostTensor::from_bytes(self.model.output, self.q.shape(), Layout::Bshd, bytes).expect("O is as large as Q"))
     }
 
     /// Attention of `rows` rows of O from `first` on, over keys that were appended from the rows `sources` of K and V,
     /// for one KV head.
     pub(crate) fn check(&self, o: &HostTensor, [first, rows]: [u32; 2], sources: &[u32], kv_head: u32) -> Verdict {
-        let Model { dtype, heads, kv_heads, head_dim, mask, .. } = self.model;
+        let Model { dtype, output, heads, kv_heads, head_dim, mask, .. } = self.model;
         let (group, dim) = ((heads / kv_heads) as usize, head_dim as usize);
         let of_rows = |from: &HostTensor| {
-            let mut part = HostTensor::zeros(dtype, [1, group, rows as usize, dim], Layout::Bhsd);
+            let mut part = HostTensor::zeros(from.dtype(), [1, group, rows as usize, dim], Layout::Bhsd);
             let mut row = vec![0.0; dim];
             for g in 0..group {
                 for i in 0..rows as usize {
@@ -175,7 +184,7 @@ impl Inputs {
             part
         };
         let of_keys = |from: &HostTensor| {
-            let mut part = HostTensor::zeros(dtype, [1, 1, sources.len(), dim], Layout::Bhsd);
+            let mut part = HostTensor::zeros(from.dtype(), [1, 1, sources.len(), dim], Layout::Bhsd);
             let mut row = vec![0.0; dim];
             for (i, source) in sources.iter().enumerate() {
                 from.read_row([0, kv_head as usize, *source as usize], &mut row);
@@ -190,6 +199,10 @@ impl Inputs {
         let attention =
             Attention { mask, scale: 1.0 / (head_dim as f32).sqrt(), program: None, sequence: 0, dropout: None };
         let exact = oracle_of(&q, &k, &v, &attention, &ids);
+        if dtype == DType::E4m3 {
+            let emulated = e4m3::emulated([&q, &k, &v], &attention, output, &exact);
+            return e4m3::compare(&o, None, &exact, &emulated);
+        }
         compare(&o, None, &exact, &unfused_rows_of(&q, &k, &v, &attention, &ids))
     }
 }
@@ -256,7 +269,7 @@ impl Cache {
         let (heads, dim) = (i64::from(model.kv_heads), i64::from(model.head_dim));
         let of = |buffer: &dyn Buffer| Rows { address: buffer.address(), strides: [0, dim, heads * dim] };
         Append {
-            dtype: model.dtype,
+            dtype: model.rows_dtype(),
             head_dim: model.head_dim.into(),
             k: of(&*inputs.on_device[1]),
             v: of(&*inputs.on_device[2]),

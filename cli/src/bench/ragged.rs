@@ -252,7 +252,7 @@ impl<'a> Contest<'a> {
             },
             keys: KeyLengths::Each { lengths: Ints::i32(self.lengths.address()), added: Added::Nothing },
             left_pad: None,
-            output: Output { address: self.inputs.o().address(), dtype: model.dtype, strides, lse: None },
+            output: Output { address: self.inputs.o().address(), dtype: model.output, strides, lse: None },
             bounds: Bounds {
                 batch: sequences,
                 total_q: sequences * u64::from(self.q_len),
@@ -399,7 +399,7 @@ impl<'a> Contest<'a> {
     }
 
     fn facts(&self) -> report::Case {
-        let Model { dtype, element, heads, kv_heads, head_dim, mask } = self.model;
+        let Model { dtype, element, heads, kv_heads, head_dim, mask, .. } = self.model;
         let bound = self.bound.map_or(String::new(), |n| format!(", bound {n}"));
         let element = if element.name().is_empty() { String::new() } else { format!(", {}", element.name()) };
         report::Case {
@@ -418,7 +418,7 @@ impl<'a> Contest<'a> {
     }
 
     fn point(&self, results: Vec<Measured>) -> Point {
-        let Model { dtype, heads, kv_heads, head_dim, mask, .. } = self.model;
+        let Model { dtype, output, heads, kv_heads, head_dim, mask, .. } = self.model;
         let q_len = self.q_len;
         let each = self.batch.lengths.iter().map(|n| Shape { batch: 1, heads, kv_heads, q_len, kv_len: *n, mask });
         let rows = self.batch.lengths.len() as f64 * f64::from(q_len) * f64::from(heads);
@@ -428,7 +428,7 @@ impl<'a> Contest<'a> {
             case: self.facts(),
             flops: each.clone().map(|s| s.forward_flops(head_dim, head_dim)).sum(),
             ideal_bytes: keys as f64 * self.model.token_bytes() as f64
-                + 2.0 * rows * f64::from(head_dim) * dtype.bytes() as f64,
+                + rows * f64::from(head_dim) * (dtype.bytes() + output.bytes()) as f64,
             scores_bytes: each.map(|s| f64::from(s.kv_len)).sum::<f64>()
                 * f64::from(q_len * heads)
                 * dtype.bytes() as f64,

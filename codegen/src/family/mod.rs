@@ -27,6 +27,7 @@ pub(crate) mod forward_sm80_ragged;
 pub(crate) mod forward_sm89_fp8;
 pub(crate) mod forward_sm90;
 pub(crate) mod forward_sm90_fp8;
+pub(crate) mod forward_sm90_fp8_ragged;
 pub(crate) mod forward_sm90_ragged;
 pub(crate) mod gradient_cpu;
 pub(crate) mod gradient_naive;
@@ -58,6 +59,7 @@ pub use forward_sm90::{
     is_addressable, unaddressable,
 };
 pub use forward_sm90_fp8::Sm90Fp8Schedule;
+pub use forward_sm90_fp8_ragged::Sm90Fp8RaggedSchedule;
 pub use forward_sm90_ragged::{RaggedUnaddressable, Sm90RaggedSchedule, ragged_unaddressable};
 pub use gradient_cpu::GradientCpuSchedule;
 pub use gradient_naive::GradientNaiveSchedule;
@@ -89,6 +91,17 @@ pub enum Purpose {
     Plain,
 }
 
+/// The dtypes of Q that a family computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Dtypes {
+    /// Those of 16 and 32 bits.
+    Wide,
+    /// `e4m3` alone.
+    E4m3,
+    /// All of them.
+    Any,
+}
+
 /// What every family says of itself. Implemented by its schedule.
 pub(crate) trait KernelFamily: Fields {
     /// `<op>/<arch>`, with `_<variant>` where there are several: in templates, kernel names and on the command line.
@@ -105,8 +118,8 @@ pub(crate) trait KernelFamily: Fields {
     const RAGGED: bool = false;
     /// Whether they read packed sequences too: ragged batches without pages, in the dtype of Q.
     const PACKED: bool = false;
-    /// Whether its kernels compute `e4m3`, and nothing else.
-    const OF_E4M3: bool = false;
+    /// Which dtypes of Q its kernels compute.
+    const QUERIES: Dtypes = Dtypes::Wide;
     /// Words of the instruction paths that compute a dtype by others than the family's usual instructions.
     const VARIANTS: &'static [&'static str] = &[];
 
@@ -288,6 +301,8 @@ families! {
     "forward/sm90_fp8": ForwardSm90Fp8 = Sm90Fp8(Sm90Fp8Schedule);
     /// `forward/sm80` for e4m3, by mma.sync of sm_89.
     "forward/sm89_fp8": ForwardSm89Fp8 = Sm89Fp8(Sm89Fp8Schedule);
+    /// `forward/sm90_fp8` for ragged batches.
+    "forward/sm90_fp8_ragged": ForwardSm90Fp8Ragged = Sm90Fp8Ragged(Sm90Fp8RaggedSchedule);
     /// `forward/sm90` for ragged batches.
     "forward/sm90_ragged": ForwardSm90Ragged = Sm90Ragged(Sm90RaggedSchedule);
     /// mma.sync and cp.async, FlashAttention-2.
@@ -409,15 +424,20 @@ impl Family {
             let remedy = "use a family for such a batch: `forward/*_ragged`, or `backward/sm80` and `backward/naive`";
             return Err(Error::unsupported("kv", problem.kv, format!("{self} reads K and V of {limit} alone"), remedy));
         }
-        let of_e4m3 = of_family!(self, S, wrap => <S as KernelFamily>::OF_E4M3);
-        if of_e4m3 != (problem.dtype == DType::E4m3) {
-            let (limit, remedy) = match of_e4m3 {
-                true => ("computes e4m3 only", "use forward/sm90 or forward/cpu"),
-                false => (
-                    "does not compute e4m3",
-                    "forward/sm90_fp8, forward/sm89_fp8 and forward/cpu_e4m3 do; elsewhere use bf16 or f16",
-                ),
-            };
+        let refused = match (of_family!(self, S, wrap => <S as KernelFamily>::QUERIES), problem.dtype) {
+            (Dtypes::E4m3, DType::E4m3) | (Dtypes::Any, _) => None,
+            (Dtypes::E4m3, _) => Some(("computes e4m3 only", "use forward/sm90 or forward/cpu")),
+            (Dtypes::Wide, DType::E4m3) if problem.kv.is_dense() => Some((
+                "does not compute e4m3",
+                "forward/sm90_fp8, forward/sm89_fp8 and forward/cpu_e4m3 do; elsewhere use bf16 or f16",
+            )),
+            (Dtypes::Wide, DType::E4m3) => Some((
+                "does not compute e4m3",
+                "forward/sm90_fp8_ragged, forward/sm80_ragged and forward/cpu_ragged do",
+            )),
+            (Dtypes::Wide, _) => None,
+        };
+        if let Some((limit, remedy)) = refused {
             return Err(Error::unsupported("dtype", problem.dtype, format!("{self} {limit}"), remedy));
         }
         of_family!(self, S, wrap => {

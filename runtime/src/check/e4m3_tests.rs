@@ -1,14 +1,20 @@
-//! `forward/cpu_e4m3` within the bound of kernels that round P, and the faults that this check finds in it.
+//! `forward/cpu_e4m3`, and `forward/cpu_ragged` of e4m3 queries, within the bound of kernels that round P, and the faults
+//! that this check finds in them.
 
 use super::*;
 use crate::CpuDevice;
 use crate::compile::memory::compile_or_plant;
-use flashtune_codegen::{Family, Kernel, Mask, MaskKind, ScaleUnit, ScaleUnits, Schedule, ShapeBucket, TemplateSet};
+use flashtune_codegen::{
+    Family, Kernel, KvElement, KvKind, KvScales, KvStore, Mask, MaskKind, ScaleUnit, ScaleUnits, Schedule, ShapeBucket,
+    TemplateSet,
+};
 use std::collections::BTreeMap;
 
 fn module(device: &dyn Device, problem: &Problem, templates: &TemplateSet) -> Arc<dyn Module> {
     let arch = device.fingerprint().arch;
-    let schedule = Schedule::default_for(Family::ForwardCpuE4m3, problem, arch, &ShapeBucket::default()).unwrap();
+    let family = if problem.kv.is_dense() { Family::ForwardCpuE4m3 } else { Family::ForwardCpuRagged };
+    let bucket = ShapeBucket { q_len: 64, ..ShapeBucket::default() };
+    let schedule = Schedule::default_for(family, problem, arch, &bucket).unwrap();
     device.load(&compile_or_plant(&Kernel { problem: *problem, schedule, arch }, templates).unwrap()).unwrap()
 }
 
@@ -44,6 +50,34 @@ fn the_host_computes_e4m3_within_the_bound() {
     }
 }
 
+/// Q of codes beside stores of every element and scale, with O of every dtype; few rows and many.
+#[test]
+fn the_host_computes_ragged_batches_of_e4m3_queries_within_the_bound() {
+    let device: Arc<dyn Device> = CpuDevice::open().unwrap();
+    let templates = TemplateSet::embedded();
+    let most = ragged::Most { sequences: 5, rows: 90, keys: 400, heads: 8 };
+    let elements = [KvElement::E4m3, KvElement::E5m2, KvElement::E4m3, KvElement::Int8];
+    let sinks = flashtune_codegen::score::Program::parse("s: float[heads]; sink = s[h];").unwrap();
+    let mut rows = 0;
+    for n in 0..6 {
+        let (dims, mask) = ([[64, 64], [128, 48], [33, 80], [256, 256]][n % 4], MaskKind::ALL[n % 4]);
+        let scales = if n % 3 == 2 { KvScales::PerToken } else { KvScales::PerHead };
+        let store = KvStore { element: elements[n % 4], scales, v_columns: n == 5 };
+        let problem = Problem::forward_qk_v(DType::E4m3, dims[0], dims[1], mask).unwrap();
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[n % 4]).with_kv(KvKind::Ragged(store));
+        let problem = if n % 4 == 1 { problem.with_program(sinks.clone()) } else { problem };
+        let module = module(&*device, &problem, &templates);
+        for seed in 0..12 {
+            let batch = RaggedBatch::random(&problem, most, 100 * n as u64 + seed);
+            let case = RaggedCase::new(device.clone(), &problem, &batch).unwrap();
+            let report = case.check(&*module).unwrap();
+            assert!(report.passed(), "{problem} {{{batch}}}: {report}");
+            rows += report.verdict.rows;
+        }
+    }
+    assert!(rows > 5_000, "{rows}");
+}
+
 /// Changes of the score, masks of every kind, sinks, and what tensors hold; with scales of every unit.
 const PROGRAMS: [&str; 6] = [
     "cap: float; score = cap * tanh(score * (1.0 / cap));",
@@ -76,11 +110,41 @@ fn the_host_computes_programs_of_e4m3_within_the_bound() {
     }
 }
 
+/// The templates with a fault in one of those that know e4m3.
+fn with_fault(from: &str, to: &str) -> TemplateSet {
+    const FILES: [&str; 3] = ["forward/cpu_e4m3.c", "lib/cpu/codes.h", "forward/cpu_ragged.c"];
+    let embedded = TemplateSet::embedded();
+    let of = |file: &str| embedded.files().find(|(name, _)| *name == file).unwrap().1;
+    let file = FILES.into_iter().find(|file| of(file).contains(from)).unwrap_or_else(|| panic!("{from}"));
+    TemplateSet::overlaid(BTreeMap::from([(file.to_owned(), of(file).replacen(from, to, 1))])).unwrap()
+}
+
+#[test]
+fn faults_of_ragged_batches_of_e4m3_queries_on_the_host_are_found() {
+    let device: Arc<dyn Device> = CpuDevice::open().unwrap();
+    let store = KvStore { element: KvElement::E4m3, scales: KvScales::PerHead, v_columns: false };
+    let problem = Problem::forward(DType::E4m3, 32, MaskKind::CAUSAL).unwrap().with_kv(KvKind::Ragged(store));
+    let problem = problem.with_output(DType::E4m3);
+    let most = ragged::Most { sequences: 4, rows: 40, keys: 150, heads: 6 };
+    let case = |seed| RaggedCase::new(device.clone(), &problem, &RaggedBatch::random(&problem, most, seed)).unwrap();
+    let cases: Vec<_> = (0..20).map(case).collect();
+    for (from, to) in [
+        ("* (args)->q_scale_stride[0]", "* 0"),
+        ("(head) * (args)->q_scale_stride[1]", "0"),
+        ("* Q_SCALE(args, b, kv_head)", ""),
+        ("inverse *= O_SCALE(args)", "inverse *= 1"),
+        ("to[d] = narrow(of_code(from[d]))", "to[d] = narrow(of_code(from[d] & 0x7f))"),
+        ("narrow_8(from[d], 448.0f, 7, 3, 9)", "narrow_8(from[d], 240.0f, 7, 3, 9)"),
+    ] {
+        let module = module(&*device, &problem, &with_fault(from, to));
+        let mut reports = cases.iter().map(|case| case.check(&*module).unwrap());
+        assert!(reports.any(|report| !report.passed()), "{from}: {to}");
+    }
+}
+
 #[test]
 fn faults_of_e4m3_on_the_host_are_found() {
     let device: Arc<dyn Device> = CpuDevice::open().unwrap();
-    let embedded = TemplateSet::embedded();
-    let text = embedded.files().find(|(name, _)| *name == "forward/cpu_e4m3.c").unwrap().1;
     let shape = shape(Mask::Causal, [2, 4, 2, 40, 50]);
     let plain = Problem::forward(DType::E4m3, 32, MaskKind::CAUSAL).unwrap();
     let finer = plain.with_scales(ScaleUnits { q: ScaleUnit::Rows, k: ScaleUnit::Rows, v: ScaleUnit::Channel });
@@ -94,8 +158,8 @@ fn faults_of_e4m3_on_the_host_are_found() {
     let of_narrow = vec![case(&narrow, 1)];
     let of_output = [
         ("args->o_scale ? *args->o_scale : 1", "1"),
-        ("to[i] = narrow_kv(from[i])", "to[i] = narrow_kv(from[i]) & 0x7f"),
-        ("to[i] = narrow_kv(from[i])", "to[i] = narrow_kv(from[i] * 1.04f)"),
+        ("narrow_8(from[d], 448.0f, 7, 3, 9)", "narrow_8(from[d], 448.0f, 7, 3, 9) & 0x7f"),
+        ("narrow_8(from[d], 448.0f, 7, 3, 9)", "narrow_8(from[d] * 1.04f, 448.0f, 7, 3, 9)"),
     ];
     let finers = [
         // Of another token, of another head, of the next channel, and of blocks.
@@ -121,9 +185,7 @@ fn faults_of_e4m3_on_the_host_are_found() {
         .chain(of_any.map(|(from, to)| (from, to, plain, &of_heads)))
         .chain(of_output.map(|(from, to)| (from, to, narrow, &of_narrow)))
     {
-        assert!(text.contains(from), "{from}");
-        let set = BTreeMap::from([("forward/cpu_e4m3.c".to_owned(), text.replacen(from, to, 1))]);
-        let module = module(&*device, &problem, &TemplateSet::overlaid(set).unwrap());
+        let module = module(&*device, &problem, &with_fault(from, to));
         let reports: Vec<_> = cases.iter().map(|case| case.check(&*module).unwrap()).collect();
         assert!(reports.iter().any(|report| !report.passed()), "{to}: {}", reports[0]);
     }

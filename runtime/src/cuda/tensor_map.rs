@@ -46,9 +46,9 @@ pub(super) fn encode_all(
     })
 }
 
-/// The same for a launch of `forward/sm90_ragged`.
+/// The same for a launch over a ragged batch.
 pub(super) fn encode_ragged(context: &Context, kernel: &Kernel, args: &mut RaggedMappedArgs) -> Result<()> {
-    if let Some(why) = ragged_unaddressable(&args.forward) {
+    if let Some(why) = ragged_unaddressable(&kernel.problem, &args.forward) {
         return Err(refused(context, why.to_string()));
     }
     let (specs, box_keys) = kernel

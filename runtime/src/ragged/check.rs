@@ -51,9 +51,10 @@ fn problem(batch: &RaggedBatch, mask: Mask) -> Result<Problem> {
     let (queries, Store { k, v, head_dim_v, .. }) = (&batch.queries, &batch.store);
     let remedy = "convert Q to the store's type, or quantise the store to e4m3, e5m2 or int8";
     batch.store.check_elements(queries.dtype, "Q is", remedy)?;
-    if batch.output.dtype != queries.dtype {
+    let output = batch.output.dtype;
+    if output != queries.dtype && queries.dtype != DType::E4m3 {
         let expected = format!("Q is {}", queries.dtype);
-        return Err(error("o", "dtype", batch.output.dtype, expected, "give an output of Q's type"));
+        return Err(error("o", "dtype", output, expected, "give an output of Q's type"));
     }
     let element = k.element.element();
     if element != KvElement::Same && queries.dtype == DType::F32 {
@@ -69,7 +70,7 @@ fn problem(batch: &RaggedBatch, mask: Mask) -> Result<Problem> {
         number(field, dim, u64::from(HEAD_DIM_MAX), remedy)
     });
     let [head_dim_qk, head_dim_v] = head_dims;
-    let problem = Problem::forward_qk_v(queries.dtype, head_dim_qk?, head_dim_v?, mask.kind())?;
+    let problem = Problem::forward_qk_v(queries.dtype, head_dim_qk?, head_dim_v?, mask.kind())?.with_output(output);
     let store = KvStore { element, scales: KvScales::PerHead, v_columns: v.has_columns() };
     Ok(problem.with_kv(KvKind::Ragged(store)))
 }
@@ -211,7 +212,7 @@ fn row_dims(batch: &RaggedBatch, [of_batch, of_head, of_row]: [i64; 3]) -> [Dim;
 
 fn rows_of(batch: &RaggedBatch, address: u64, strides: [i64; 3], elements: u64) -> TensorView {
     let [(b, sb, _), (h, sh, _), (r, sr, _)] = row_dims(batch, strides);
-    TensorView { address, dtype: batch.queries.dtype, shape: [b, h, r, elements], strides: [sb, sh, sr, 1] }
+    TensorView { address, dtype: batch.output.dtype, shape: [b, h, r, elements], strides: [sb, sh, sr, 1] }
 }
 
 /// Calls with every range of memory, after checking its layout.
@@ -220,7 +221,7 @@ pub(super) fn ranges(batch: &RaggedBatch, f: &mut EachRange<'_>) -> Result<()> {
         return Ok(());
     }
     let RaggedBatch { queries, store, output, bounds, .. } = batch;
-    let element = queries.dtype.bytes() as u64;
+    let [element, of_o] = [queries.dtype, output.dtype].map(|dtype| dtype.bytes() as u64);
     let q = row_dims(batch, queries.strides);
     f("q", queries.address, span("q", queries.address, &q, queries.head_dim, element)?)?;
     if bounds.max_kv > 0 {
@@ -231,7 +232,7 @@ pub(super) fn ranges(batch: &RaggedBatch, f: &mut EachRange<'_>) -> Result<()> {
         }
         store.ranges(queries.head_dim, bounds.batch, f)?;
     }
-    f("o", output.address, span("o", output.address, &row_dims(batch, output.strides), store.head_dim_v, element)?)?;
+    f("o", output.address, span("o", output.address, &row_dims(batch, output.strides), store.head_dim_v, of_o)?)?;
     if let Some(lse) = output.lse {
         f("lse", lse.address, span("lse", lse.address, &row_dims(batch, lse.strides), 1, 4)?)?;
     }
@@ -275,7 +276,7 @@ fn is_aligned(batch: &RaggedBatch) -> bool {
         let whole = |stride: i64| stride.wrapping_mul(element as i64) % PIECE as i64 == 0;
         address.is_multiple_of(PIECE) && dims.iter().all(|&(n, stride, _)| n <= 1 || whole(stride))
     };
-    let rows = |address, strides| on_grid(address, &row_dims(batch, strides), queries.dtype.bytes());
+    let rows = |address, strides, dtype: DType| on_grid(address, &row_dims(batch, strides), dtype.bytes());
     let (k_dims, k_last) = store.k_dims(queries.head_dim);
     let (mut v_dims, mut v_last) = store.v_dims();
     if store.v.has_columns() {
@@ -284,8 +285,8 @@ fn is_aligned(batch: &RaggedBatch) -> bool {
         v_last = PIECE;
     }
     let whole = |n: u64, which: &StoreRows| (n * which.element.bytes() as u64).is_multiple_of(PIECE);
-    rows(queries.address, queries.strides)
-        && rows(output.address, output.strides)
+    rows(queries.address, queries.strides, queries.dtype)
+        && rows(output.address, output.strides, output.dtype)
         && on_grid(store.k.address, &k_dims, store.k.element.bytes())
         && on_grid(store.v.address, &v_dims, store.v.element.bytes())
         && whole(k_last, &store.k)

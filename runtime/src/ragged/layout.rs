@@ -4,7 +4,7 @@
 use super::{Index, IntKind, Ints, Scales, Store, StoreRows, StoreType};
 use crate::tensor::error;
 use crate::{Error, Result};
-use flashtune_codegen::{DType, Error as CodegenError};
+use flashtune_codegen::{DType, Error as CodegenError, KvElement};
 
 /// What kernels read in one step, and what rows of K in pieces are made of, in bytes.
 pub(crate) const PIECE: u64 = 16;
@@ -129,7 +129,7 @@ impl Store {
                 return Err(error(name, "dtype", stored, format!("{whose} {dtype}"), remedy));
             }
         }
-        if self.v.element != self.k.element {
+        if self.v.element.name() != self.k.element.name() {
             let expected = format!("K is {}", self.k.element.name());
             return Err(error("v", "dtype", self.v.element.name(), expected, "keep K and V in one type"));
         }
@@ -179,7 +179,7 @@ impl Store {
 
     /// Refuses scales beside elements that have none.
     pub(crate) fn check_scale(&self, name: &'static str, scales: Scales) -> Result<()> {
-        if scales != Scales::One && matches!(self.k.element, StoreType::Float(_)) {
+        if scales != Scales::One && self.k.element.element() == KvElement::Same {
             let expected = format!("the elements of the store are {}", self.k.element.name());
             let remedy = "leave scales out: they belong to e4m3, e5m2 and int8";
             return Err(error(name, "address", "given", expected, remedy));

@@ -1,5 +1,5 @@
 // Elements of the store, and the 16-bit elements that products take. Quantised ones become f16, of which every one of
-// them is a value; queries of bf16 are brought into its range row by row.
+// them is a value, and so do queries of e4m3; queries of bf16 are brought into its range row by row.
 
 template <bool kA, typename A, typename B> struct Choose { using Type = A; };
 template <typename A, typename B> struct Choose<false, A, B> { using Type = B; };
@@ -48,6 +48,25 @@ template <> __device__ __forceinline__ void widen<int8>(u32 x, u32& low, u32& hi
 }
 template <> __device__ __forceinline__ void widen<f16>(u32, u32&, u32&) {}
 template <> __device__ __forceinline__ void widen<bf16>(u32, u32&, u32&) {}
+
+// Two elements of a row of Q, as products take them.
+__device__ __forceinline__ u32 query_pair(const u16* from) { return __ldg((const u32*)from); }
+__device__ __forceinline__ u32 query_pair(const u8* from) {
+    u32 pair, none;
+    widen<e4m3>(__ldg((const u16*)from), pair, none);
+    return pair;
+}
+using QueryBits = Choose<kIsE4m3<Element>, u8, u16>::Type;
+
+// Four columns of a row of O, side by side.
+template <typename Of> __device__ __forceinline__ void write_four(Of* to, float4 x) {
+    *(uint2*)to = make_uint2(pack<Of>(x.x, x.y), pack<Of>(x.z, x.w));
+}
+template <> __device__ __forceinline__ void write_four(float* to, float4 x) { *(float4*)to = x; }
+template <> __device__ __forceinline__ void write_four(e4m3* to, float4 x) {
+    const auto bits = [](float value) { return u32(from_float<e4m3>(value).bits); };
+    *(u32*)to = bits(x.x) | bits(x.y) << 8 | bits(x.z) << 16 | bits(x.w) << 24;
+}
 
 // Whether an element's bits are those of a NaN or an infinity.
 template <typename Any> __device__ __forceinline__ bool is_non_finite(u32 bits);

@@ -103,12 +103,13 @@ __device__ __forceinline__ void write_row(const KernelArgs& args, Group group, c
     if (kScaled && !kScalePerToken && args.v_scale != nullptr) {
         inverse *= args.v_scale[share.sequence * args.v_scale_stride[0] + share.kv_head * args.v_scale_stride[1]];
     }
+    inverse *= output_scale<OutputElement>(args);
     if (kEmptyIsZero && sum.l == 0.0f) x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const i64 at = share.q_row + q;
     const bool packs = args.q_begin != nullptr;
     const i64 o_batch = packs ? 0 : share.sequence * args.o_stride[0];
-    u16* o = (u16*)args.o + o_batch + head * args.o_stride[1] + at * args.o_stride[2] + column;
-    *(uint2*)o = make_uint2(pack<Element>(x.x * inverse, x.y * inverse), pack<Element>(x.z * inverse, x.w * inverse));
+    OutputElement* const o = (OutputElement*)args.o + o_batch + head * args.o_stride[1] + at * args.o_stride[2];
+    write_four(o + column, make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse));
     if (column == 0 && args.lse != nullptr) {
         const i64 lse_batch = packs ? 0 : share.sequence * args.lse_stride[0];
         float* to = args.lse + lse_batch + head * args.lse_stride[1] + at * args.lse_stride[2];

@@ -43,7 +43,7 @@ struct Rows {
 #endif
             }
         }
-        float scale = args.scale;
+        float scale = args.scale * query_scale<Element>(args, sequence, kv_head);
         if (kScaled && !kScalePerToken && args.k_scale != nullptr) {
             scale *= args.k_scale[sequence * args.k_scale_stride[0] + kv_head * args.k_scale_stride[1]];
         }
@@ -55,18 +55,18 @@ struct Rows {
 
     // Where this lane's columns of its row h of tile i begin in Q. A quantised step has a lane's four columns side by
     // side.
-    __device__ __forceinline__ const u16* q_row(const KernelArgs& args, const Share& share, int i, int h) const {
+    __device__ __forceinline__ const QueryBits* q_row(const KernelArgs& args, const Share& share, int i, int h) const {
         const i64 batch = args.q_begin == nullptr ? sequence * args.q_stride[0] : 0;
-        return (const u16*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +
+        return (const QueryBits*)args.q + batch + (kv_head * group + head_of[i][h]) * args.q_stride[1] +
                (share.q_row + q[i][h]) * args.q_stride[2] + threadIdx.x % 4 * (kScaled ? 4 : 2);
     }
 
     // Two elements of a row of Q for half a matrix step. Zeros behind the row's end, which only a last step has.
-    static __device__ __forceinline__ u32 q_pair(const u16* from, int step, int half) {
+    static __device__ __forceinline__ u32 q_pair(const QueryBits* from, int step, int half) {
         const int column = step * 16 + half * (kScaled ? 2 : 8);
         const int first = threadIdx.x % 4 * (kScaled ? 4 : 2);
         const bool there = (kHeadDimQK % 16 == 0 && kStepsQK * 16 == kHeadDimQK) || first + column < kHeadDimQK;
-        return there ? __ldg((const u32*)(from + column)) : 0;
+        return there ? query_pair(from + column) : 0;
     }
 
     // Asks for Q. Nothing waits for it before finish_q().
@@ -75,7 +75,7 @@ struct Rows {
         for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const u16* const from = q_row(args, share, i, h);
+                const QueryBits* const from = q_row(args, share, i, h);
 #pragma unroll
                 for (int step = 0; step < kStepsQK; step++) {
 #pragma unroll
@@ -113,7 +113,7 @@ struct Rows {
     __device__ __forceinline__ void share_q(const KernelArgs& args, const Share& share, u32 to, bool stores) {
 #pragma unroll
         for (int i = 0; i < kMTiles; i++) {
-            const u16* const from[2] = {q_row(args, share, i, 0), q_row(args, share, i, 1)};
+            const QueryBits* const from[2] = {q_row(args, share, i, 0), q_row(args, share, i, 1)};
             float largest[2] = {0.0f, 0.0f}, down[2];
             if (kNarrowsQ) {
 #pragma unroll 4

@@ -17,6 +17,7 @@ struct Consumer {
     Probabilities p;
     Output o;
     RowSoftmax softmax;
+    KeysWithoutPage without_page;  // of the block whose scores are at hand
     ProgramKept kept;     // of the tile at hand
     RowFactors<2> unit;   // where a program changes the scores, what takes them to natural units
     ScoreCap cap;         // where it caps them
@@ -91,6 +92,7 @@ struct Consumer {
 #if FT_SCALES_OF_KEYS
         scale_keys();
 #endif
+        without_page.read(smem, k.stage);
         if (lane() == 0) {
             k.release(smem);
             if (n == work.blocks.begin) q.release(smem, id);
@@ -106,7 +108,7 @@ struct Consumer {
         return work.tile.row + id * 64 + warp() * 16 + lane() / 4;
     }
     __device__ __forceinline__ ProgramHead head(const Work& work) const {
-        return program_head(args, args.forward, work.tile);
+        return program_head(args, FT_SIZES(args, work.tile), work.tile);
     }
 
     // What the score program makes of the scores of block n.
@@ -133,7 +135,8 @@ struct Consumer {
         const int row = first_row(work), key = n * kBlockKV + lane() % 4 * 2;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(args.forward, row + h * 8);
+            const KeyRange live =
+                live_keys<kMaskLeft, kMaskRight>(FT_SIZES(args, work.tile), position_of(args, row + h * 8));
             const int last = live.last - key, first = live.first - key;
 #pragma unroll
             for (int i = 0; i < kBlockKV / 4; i++) {
@@ -189,6 +192,7 @@ struct Consumer {
     __device__ __forceinline__ void advance(const Work& work, int n, const RowFactors<2>& c) {
         if constexpr (kProgramScore || (kMasked && kProgramMask)) change<kMasked>(work, n);
         if (kMasked) mask(work, n);
+        without_page.hide(s);
         softmax.advance<kByBits>(s, c);
     }
 
@@ -279,18 +283,21 @@ struct Consumer {
 
     // NaN of V in masked blocks, which did not take part, to the rows that attend to them: rare, so plain and slow.
     __device__ __forceinline__ void restore_nan(const Work& work, const float (&inverse)[2]) {
-        const ForwardArgs& f = args.forward;
-        const u8* const v_rows = (const u8*)f.v + work.tile.batch * f.v_stride[0] + work.tile.kv_head * f.v_stride[1];
+        const Values values(args.forward, work.tile);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (kMarkEmpty && inverse[h] == 0.0f) continue;
             const int row = first_row(work) + h * 8;
-            const KeyRange live = live_keys<kMaskLeft, kMaskRight>(f, row);
+            const KeyRange live =
+                live_keys<kMaskLeft, kMaskRight>(FT_SIZES(args, work.tile), position_of(args, row));
 #pragma unroll 1
             for (int key = live.first; key <= live.last; key++) {
                 if (!is_masked<kMaskedFirst>(work.blocks, key / kBlockKV)) continue;
-                if (kProgramMask && (row >= f.q_len || !program_visible(head(work), row, key))) continue;
-                const u8* const at = v_rows + key * f.v_stride[2] + lane() % 4 * 4;
+                const bool exists = row < FT_SIZES(args, work.tile).q_len;
+                if (kProgramMask && !(exists && program_visible(head(work), row, key))) continue;
+                const u8* const values_of_key = (const u8*)values.at(key);
+                if (kPages && values_of_key == nullptr) continue;
+                const u8* const at = values_of_key + lane() % 4 * 4;
 #pragma unroll
                 for (int j = 0; j < kColumnsV / 16; j++) {
                     const u32 nan = nan_bytes(*(const u32*)(at + 16 * j));
@@ -309,20 +316,18 @@ struct Consumer {
         float inverse[2], log_sum_exp[2], sinks[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int h = 0; kProgramSink && h < 2; h++) {
-            sinks[h] = program_sink(head(work), min_of(first_row(work) + h * 8, args.forward.q_len - 1));
+            sinks[h] = program_sink(head(work), min_of(first_row(work) + h * 8, FT_SIZES(args, work.tile).q_len - 1));
         }
         softmax.finish(c, sinks, inverse, log_sum_exp);
         if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work, inverse);
-        const ForwardArgs& f = args.forward;
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = first + h * 8;
             const bool live = row < work.tile.rows;
             if (!live && !kIsE4m3<OutputElement>) continue;
-            const i64 at = work.tile.row + row;
-            if (live && f.lse != nullptr && lane() % 4 == 0) {
-                f.lse[(i64(work.tile.batch) * f.heads + work.tile.head) * f.q_len + at] = log_sum_exp[h];
+            if (live && args.forward.lse != nullptr && lane() % 4 == 0) {
+                store_lse(args, work.tile, work.tile.row + row, log_sum_exp[h]);
             }
             const float by = inverse[h] * o_scale;
 #pragma unroll
@@ -331,10 +336,9 @@ struct Consumer {
                 x = inverse[h] == 0.0f ? 0.0f : x;
             }
 #if FT_SCALES_OF_CHANNELS
-            const Descales<2> channels = channel_descales(f, work.tile);
+            const Descales<2> channels = channel_descales(args.forward, work.tile);
 #endif
-            OutputElement* const to = (OutputElement*)f.o + work.tile.batch * f.o_stride[0] +
-                                      work.tile.head * f.o_stride[1] + at * f.o_stride[2] + lane() % 4 * 4;
+            OutputElement* const to = output_row(args, work.tile, work.tile.row + row) + lane() % 4 * 4;
             store_columns<kColumnsV / 16>(to, live, [&](int j, float (&columns)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -360,10 +364,7 @@ struct Consumer {
         while (true) {
             const Work work = schedule.next(args);
             if (!work.live) break;
-            const ForwardArgs& f = args.forward;
-            float scale = f.scale;
-            if (!FT_SCALES_OF_QUERIES) scale *= descale(f.q_descale, f.q_descale_stride, work.tile);
-            if (!FT_SCALES_OF_KEYS) scale *= descale(f.k_descale, f.k_descale_stride, work.tile);
+            const float scale = score_scale(args, work.tile);
             RowFactors<2> c;
 #pragma unroll
             for (int h = 0; h < RowFactors<2>::kCount; h++) {
@@ -381,8 +382,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             if (work.blocks.begin < work.blocks.end) attend(work, scale, c);
-            const float v_scale = FT_SCALES_OF_CHANNELS ? 1.0f : descale(f.v_descale, f.v_descale_stride, work.tile);
-            write(work, c, v_scale * output_scale<OutputElement>(f));
+            write(work, c, value_scale(args, work.tile) * output_scale<OutputElement>(args.forward));
         }
     }
     __device__ __forceinline__ void attend(const Work& work, float scale, const RowFactors<2>& c) {

@@ -3,7 +3,7 @@
 // Roles: warpgroup 0 is the producer, the others are consumers of 64 query rows each.
 //   producer, warp 0        one thread takes tiles, and loads Q, K and V as it lies in memory (TMA); where keys have
 //                           scales, all lanes bring those of a block beside K, and where a program masks, they find
-//                           which blocks a tile visits
+//                           which blocks a tile visits; of ragged batches each lane loads a box of K and V
 //             warps 1 to 3  write V transposed
 //   consumer c              scores, softmax, output
 //
@@ -31,7 +31,7 @@ struct Layout {
     static constexpr int kV = kRaw + kRawStages * kBytesRaw;
     static constexpr int kBytesV = div_up(kBlockKV, 128) * kBytesKeys;
     static constexpr int kWork = kV + kStages * kBytesV;      // two slots (scheduler.cuh)
-    static constexpr int kBytesWork = kProgramMask ? 32 : 16;
+    static constexpr int kBytesWork = kBytesSlot;
     static constexpr int kFullWork = kWork + 2 * kBytesWork;
     static constexpr int kEmptyWork = kFullWork + 2 * 8;
     static constexpr int kFullQ = kEmptyWork + 2 * 8;
@@ -43,16 +43,15 @@ struct Layout {
     static constexpr int kFullV = kEmptyRaw + kRawStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
     static constexpr int kMetNan = kEmptyV + kStages * 8;     // whether masked blocks of V had any
-#if FT_SCALES_OF_KEYS
-    // Of each stage of K its scales, those that a thread of a product needs side by side (consumer.cuh).
-    static constexpr int kKeyScales = round_up(kMetNan + 8, 16);
-    static constexpr int kBytes = kKeyScales + kStages * kBlockKV * 4;
+    // Behind all of that: of dense tensors scales of keys, those of each stage of K; of ragged batches the tile table.
+    static constexpr int kBehind = round_up(kMetNan + 8, 16);
+    static constexpr int kTable = kBehind;
+    static constexpr int kBytes = kBytesBehind > 0 ? kBehind + kBytesBehind : kMetNan + 8;
+    // Those that a thread of a product needs lie side by side (consumer.cuh).
     static __device__ __forceinline__ u32 key_scales_at(u32 smem, int stage) {
-        return smem + kKeyScales + stage * kBlockKV * 4;
+        return smem + kBehind + stage * kBlockKV * 4;
     }
-#else
-    static constexpr int kBytes = kMetNan + 8;
-#endif
+    static __device__ __forceinline__ u32 table_at(u32 smem) { return smem + kTable; }
     static __device__ __forceinline__ u32 met_nan_at(u32 smem) { return smem + kMetNan; }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");

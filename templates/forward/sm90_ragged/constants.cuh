@@ -9,8 +9,9 @@ constexpr int kThreads = (kConsumers + 1 + kDrawers) * 128;
 static_assert(kThreads == @{ threads }@, "the threads that the host launches");
 constexpr int kBlockQ = kConsumers * 64;
 constexpr bool kRegistersMove = kProducerRegisters != kConsumerRegisters;
-constexpr int kChunksQK = div_up(kHeadDimQK, 64);  // 64-element columns of a row: one TMA box each
-constexpr int kChunksV = div_up(kHeadDimV, 64);
+constexpr int kChunkColumns = 64;                  // of 128 bytes of a row: one TMA box each
+constexpr int kChunksQK = div_up(kHeadDimQK, kChunkColumns);
+constexpr int kChunksV = div_up(kHeadDimV, kChunkColumns);
 constexpr int kColumnsV = round_up(kHeadDimV, 16);
 constexpr int kStepsQK = div_up(kHeadDimQK, 16);   // matrix steps of Q K^T
 constexpr int kStepsPV = kBlockKV / 16;            // matrix steps of P V

@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_keys(u32 to, const KernelArgs& args, const 
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk++) {
             const u32 at = to + chunk * kBytesChunk + box.at * 128;
-            tma_load(at, map, full, kEvictLast, chunk * 64, row, tile.kv_head, page);
+            tma_load(at, map, full, kEvictLast, chunk * kChunkColumns, row, tile.kv_head, page);
         }
     }
 }

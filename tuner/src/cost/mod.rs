@@ -25,6 +25,7 @@ pub(crate) fn cost(kernel: &Kernel, shape: &Shape, device: &DeviceFingerprint) -
     match &kernel.schedule {
         Schedule::Sm90(s) => forward_sm90::cost(kernel, s, shape, device.units),
         Schedule::Sm90Fp8(s) => forward_sm90_fp8::cost(kernel, s, shape, device.units),
+        Schedule::Sm90Fp8Ragged(s) => forward_sm90_fp8::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm90Ragged(s) => forward_sm90::cost(kernel, &s.0, shape, device.units),
         Schedule::Sm80(s) => forward_sm80::cost(kernel, s, shape, device.units),
         Schedule::Sm89Fp8(s) => forward_sm89_fp8::cost(kernel, s, shape, device.units),

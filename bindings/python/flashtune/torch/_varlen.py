@@ -111,7 +111,9 @@ def _attend_fake(q, k, v, *args):
         shapes = tuple(q.shape), tuple(v.shape)
         raise InvalidTensor(f"q has the shape {shapes[0]} and v {shapes[1]}; packed rows have three dimensions")
     rows, heads = q.shape[:2]
-    return q.new_empty((rows, heads, v.shape[2])), q.new_empty((heads, rows), dtype=torch.float32)
+    narrow = q.dtype == getattr(torch, "float8_e4m3fn", None)
+    out = q.new_empty((rows, heads, v.shape[2]), dtype=torch.bfloat16 if narrow else q.dtype)
+    return out, q.new_empty((heads, rows), dtype=torch.float32)
 
 
 def _backward_fake(dout, q, k, v, *args):

@@ -235,7 +235,7 @@ impl<'a> Server<'a> {
             index: Index::Table { k: at.table, v: None, stride: at.width as i64, capacity: at.width },
             keys: KeyLengths::Each { lengths: at.keys, added: Added::Nothing },
             left_pad: None,
-            output: Output { address: self.inputs.o().address(), dtype: model.dtype, strides, lse: None },
+            output: Output { address: self.inputs.o().address(), dtype: model.output, strides, lse: None },
             bounds: Bounds {
                 batch: step.parts.len() as u64,
                 total_q: step.rows().into(),

@@ -4,7 +4,7 @@
 //! A family of its own, so that `forward/cpu` has one type of operands and of O.
 
 use crate::family::fields::schedule;
-use crate::family::{KernelFamily, Purpose};
+use crate::family::{Dtypes, KernelFamily, Purpose};
 use crate::launch::LaunchPlan;
 use crate::traffic::Walk;
 use crate::{Arch, Constraint, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
@@ -22,7 +22,7 @@ impl KernelFamily for CpuE4m3Schedule {
     const TEMPLATE: &'static str = "forward/cpu_e4m3.c";
     const OP: Op = Op::Forward;
     const PURPOSE: Purpose = Purpose::Plain;
-    const OF_E4M3: bool = true;
+    const QUERIES: Dtypes = Dtypes::E4m3;
 
     fn notes(_: &Problem) -> Option<&'static str> {
         Some("forward/cpu_e4m3 is for tests: it converts each element where it is read, and is slow")

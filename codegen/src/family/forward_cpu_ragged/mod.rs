@@ -3,10 +3,10 @@
 //! Few rows are multiplied with rows of keys where these lie in the store; many are packed into panels as in
 //! `forward/cpu`, whose register tiles these are.
 
-use super::KernelFamily;
 use super::account::{RaggedAccount, Usual};
 use super::fields::schedule;
 use super::forward_cpu::{self, CpuSchedule};
+use super::{Dtypes, KernelFamily};
 use crate::abi::ArgsLayout;
 use crate::launch::LaunchPlan;
 use crate::traffic::Walk;
@@ -59,7 +59,7 @@ fn is_quantised(problem: &Problem) -> bool {
 fn dense(problem: &Problem, arch: CpuIsa) -> (Problem, CpuIsa) {
     let plain = problem.with_kv(crate::KvKind::Dense);
     match is_quantised(problem) {
-        true => (Problem { dtype: DType::F16, ..plain }, arch.min(CpuIsa::Avx512)),
+        true => (Problem { dtype: DType::F16, output: None, ..plain }, arch.min(CpuIsa::Avx512)),
         false => (plain, arch),
     }
 }
@@ -149,6 +149,7 @@ impl KernelFamily for CpuRaggedSchedule {
     const OP: Op = Op::Forward;
     const ARGS: ArgsLayout = ArgsLayout::RAGGED;
     const RAGGED: bool = true;
+    const QUERIES: Dtypes = Dtypes::Any;
 
     fn runs_on(arch: Arch) -> Result<()> {
         match arch {

@@ -6,7 +6,7 @@
 use super::account::{RaggedAccount, Usual};
 use super::fields::schedule;
 use super::program_length::{self, MostOperations};
-use super::{KernelFamily, Purpose};
+use super::{Dtypes, KernelFamily, Purpose};
 use crate::abi::ArgsLayout;
 use crate::launch::{LaunchPlan, Stage, StageEntry, tiles};
 use crate::traffic::Walk;
@@ -53,6 +53,7 @@ impl KernelFamily for NaiveRaggedSchedule {
     const PURPOSE: Purpose = Purpose::Plain;
     const ARGS: ArgsLayout = ArgsLayout::RAGGED;
     const RAGGED: bool = true;
+    const QUERIES: Dtypes = Dtypes::Any;
 
     fn notes(_: &Problem) -> Option<&'static str> {
         Some("forward/naive_ragged is the plain fp32 kernel: exact, and slower than the tensor-core families")

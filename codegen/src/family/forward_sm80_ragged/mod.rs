@@ -8,11 +8,11 @@
 mod defaults;
 mod resources;
 
-use super::KernelFamily;
 use super::account::{RaggedAccount, Usual};
 use super::fields::{Constants, schedule};
 use super::forward_sm80::LONGEST_PROGRAM;
 use super::program_length::{self, MostOperations};
+use super::{Dtypes, KernelFamily};
 use crate::abi::ArgsLayout;
 use crate::launch::{Holds, LaunchPlan, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry};
 use crate::traffic::Walk;
@@ -58,6 +58,7 @@ impl KernelFamily for Sm80RaggedSchedule {
     const OP: Op = Op::Forward;
     const ARGS: ArgsLayout = ArgsLayout::RAGGED;
     const RAGGED: bool = true;
+    const QUERIES: Dtypes = Dtypes::Any;
 
     fn runs_on(arch: Arch) -> Result<()> {
         let no = |limit: &str, remedy: &str| Err(Error::unsupported("family", Self::NAME, limit, remedy));

@@ -5,7 +5,7 @@ mod defaults;
 mod resources;
 
 use super::fields::schedule;
-use super::{KernelFamily, Swizzle, TileOrder};
+use super::{Dtypes, KernelFamily, Swizzle, TileOrder};
 use crate::launch::{LaunchPlan, Stage, StageEntry, tiles};
 use crate::level::Evidence;
 use crate::traffic::Walk;
@@ -80,7 +80,7 @@ impl KernelFamily for Sm89Fp8Schedule {
     const NAME: &'static str = "forward/sm89_fp8";
     const TEMPLATE: &'static str = "forward/sm89_fp8.cu";
     const OP: Op = Op::Forward;
-    const OF_E4M3: bool = true;
+    const QUERIES: Dtypes = Dtypes::E4m3;
 
     fn evidence(_: &Problem, _: Arch) -> Evidence {
         Evidence::checked_on_hopper()

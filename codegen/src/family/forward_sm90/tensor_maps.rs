@@ -180,7 +180,8 @@ pub(in crate::family) fn spec(
 ) -> TensorMapSpec {
     let mut bytes = [0; 4];
     for (i, stride) in strides.into_iter().enumerate() {
-        bytes[i] = if dims[i + 1] > 1 { stride as u64 * 2 } else { (dims[0] * 2).next_multiple_of(16) };
+        let stride = if dims[i + 1] > 1 { stride as u64 } else { dims[0].next_multiple_of(16) };
+        bytes[i] = stride * dtype.bytes() as u64;
     }
     TensorMapSpec { dtype, address, rank, dims, strides: bytes, tile }
 }

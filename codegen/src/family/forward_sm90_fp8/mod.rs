@@ -9,11 +9,11 @@ mod wgmma;
 
 pub(super) use tensor_maps::maps;
 
-use super::KernelFamily;
 use super::fields::{Constants, schedule};
 use super::forward_sm80;
 use super::forward_sm90::Sm90Schedule;
 use super::program_length::{self, MostOperations};
+use super::{Dtypes, KernelFamily};
 use crate::abi::{self, ArgsLayout};
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
 use crate::traffic::Walk;
@@ -73,7 +73,7 @@ impl KernelFamily for Sm90Fp8Schedule {
     const TEMPLATE: &'static str = "forward/sm90_fp8.cu";
     const OP: Op = Op::Forward;
     const ARGS: ArgsLayout = ArgsLayout::MAPPED;
-    const OF_E4M3: bool = true;
+    const QUERIES: Dtypes = Dtypes::E4m3;
 
     fn runs_on(arch: Arch) -> Result<()> {
         let remedy = "convert Q, K and V to bf16 or f16, which the families of this arch compute";

@@ -8,18 +8,22 @@ impl Sm90Fp8Schedule {
     /// Bytes of dynamic shared memory, as `Layout` in the template: Q of every consumer, K, V as it lies in memory, V
     /// by columns, and the barriers; and what keys are multiplied by where rows of K have scales.
     pub(super) fn smem_bytes(&self, problem: &Problem) -> u32 {
+        let plain = self.smem_bytes_of(problem, if problem.masks_by_program() { 32 } else { 16 });
+        match problem.scales.k {
+            ScaleUnit::Rows => plain.next_multiple_of(16) + self.stages * self.block_kv * 4,
+            _ => plain,
+        }
+    }
+
+    /// All of it but scales, with two slots of so many bytes each.
+    pub(in crate::family) fn smem_bytes_of(&self, problem: &Problem, slot: u32) -> u32 {
         // Rows are stored in columns of 128 bytes.
         let (qk, v) = (problem.head_dim_qk.div_ceil(128) * 128, problem.head_dim_v.div_ceil(128) * 128);
         let q = self.consumers * 64 * qk;
         let loaded = self.block_kv * (self.stages * qk + self.raw_stages * v);
         let by_columns = self.stages * self.block_kv.div_ceil(128) * 128 * problem.head_dim_v.next_multiple_of(16);
         let barriers = 32 + 16 * self.consumers + 32 * self.stages + 16 * self.raw_stages;
-        let slots = if problem.masks_by_program() { 64 } else { 32 };
-        let plain = q + loaded + by_columns + slots + barriers + 8;
-        match problem.scales.k {
-            ScaleUnit::Rows => plain.next_multiple_of(16) + self.stages * self.block_kv * 4,
-            _ => plain,
-        }
+        q + loaded + by_columns + 2 * slot + barriers + 8
     }
 
     /// Registers of a thread when the block starts: an equal share.
@@ -29,9 +33,10 @@ impl Sm90Fp8Schedule {
 
     /// Registers of a thread of the producer, once it has given back what it does not need. Its warps hold 16 columns
     /// of 32 keys while they transpose, twice. A program's mask is asked which blocks a tile visits: of documents,
-    /// whose ends are searched for, 40 registers spill 324 bytes.
+    /// whose ends are searched for, 40 registers spill 324 bytes. Tiles of ragged batches are found in a table: there
+    /// 32 spill 444 bytes.
     pub(super) fn producer_registers(&self, problem: &Problem) -> u32 {
-        match (problem.masks_by_program(), self.consumers) {
+        match (problem.masks_by_program() || !problem.kv.is_dense(), self.consumers) {
             (true, _) => 56,
             (false, 3) => 32,
             (false, _) => 40,
@@ -61,7 +66,7 @@ impl Sm90Fp8Schedule {
         }
     }
 
-    pub(super) fn validate(&self, problem: &Problem) -> Result<()> {
+    pub(in crate::family) fn validate(&self, problem: &Problem) -> Result<()> {
         let bad = |field: &'static str, value: u32, limit: &str| {
             Err(Error::unsupported(field, value, limit, "use a schedule from the searched space"))
         };

@@ -2,7 +2,7 @@
 
 use super::Sm90Fp8Schedule;
 use crate::abi::ForwardArgs;
-use crate::family::TensorMapSpec;
+use crate::family::forward_sm90::{TensorMapSpec, spec};
 use crate::{DType, Problem, Tiling};
 
 /// Bytes, and elements, of one row of a box.
@@ -18,7 +18,7 @@ pub(in crate::family) fn maps(
     let (heads, batch) = (tiling.unit_heads as u64, args.batch as u64);
     let [of_batch, of_head, of_row] = args.q_stride;
     let dims = [problem.head_dim_qk as u64, 1, args.q_len as u64, heads, batch];
-    let q = spec(args.q, 5, dims, [of_head, of_row, of_head, of_batch], [BOX, 1, 64, 1, 1]);
+    let q = spec(DType::E4m3, args.q, 5, dims, [of_head, of_row, of_head, of_batch], [BOX, 1, 64, 1, 1]);
     let keys = |address: u64, head_dim: u32, [batch, head, row]: [i64; 3]| {
         let dims = [head_dim as u64, args.kv_len as u64, args.kv_heads as u64, args.batch as u64, 1];
         // With no keys nothing is ever loaded; something that exists keeps the encoder content.
@@ -26,16 +26,10 @@ pub(in crate::family) fn maps(
             0 => (args.q, [head_dim as u64, 1, 1, 1, 1]),
             _ => (address, dims),
         };
-        spec(address, 4, dims, [row, head, batch, 0], [BOX, s.block_kv, 1, 1, 1])
+        spec(DType::E4m3, address, 4, dims, [row, head, batch, 0], [BOX, s.block_kv, 1, 1, 1])
     };
     let (k, v) = (keys(args.k, problem.head_dim_qk, args.k_stride), keys(args.v, problem.head_dim_v, args.v_stride));
     [q, k, v, q]
-}
-
-/// Strides of dimensions with a single element mean nothing and become legal.
-fn spec(address: u64, rank: usize, dims: [u64; 5], strides: [i64; 4], tile: [u32; 5]) -> TensorMapSpec {
-    let legal = |i: usize| if dims[i + 1] > 1 { strides[i] as u64 } else { dims[0].next_multiple_of(16) };
-    TensorMapSpec { dtype: DType::E4m3, address, rank, dims, strides: [0, 1, 2, 3].map(legal), tile }
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Entries of the tile table: sequences that each have their own, and are walked from the longest on.
-const TABLE_ENTRIES: u32 = 128;
+pub(super) const TABLE_ENTRIES: u32 = 128;
 
 /// Bytes of shared memory of the tile table: tiles before each entry, their sum, and each entry's sequence.
 pub(super) const TABLE_BYTES: u32 = 2 * 4 * TABLE_ENTRIES + 16;
@@ -57,30 +57,38 @@ impl Sm90RaggedSchedule {
         Self(Sm90Schedule { scheduler: Sm90Scheduler::Queue, ending: false, quick: false, ..s })
     }
 
-    /// How a launch numbers tiles: the most that there can be, and the rows of keys that stay in L2 together.
     fn tiling(&self, problem: &Problem, shape: &Shape) -> Result<Tiling> {
         let s = &self.0;
-        let group = shape.group();
-        let packed = s.pack_group
-            && group.is_power_of_two()
-            && group <= 64
-            && u64::from(shape.q_len) * u64::from(group) < 1 << 30;
-        let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
-        let most = tiles(shape.q_len << group_shift, s.block_q(), unit_heads, shape.batch)?;
         let row_bytes = u64::from(problem.head_dim_qk + problem.head_dim_v) * 2;
-        let section = match s.section_mib {
-            Sm90Schedule::WALK_ALL => i32::MAX as u64,
-            mib => ((u64::from(mib) << 20) / row_bytes).min(i32::MAX as u64),
-        };
-        Ok(Tiling {
-            group_shift: group_shift as i32,
-            unit_heads: unit_heads as i32,
-            blocks: 0,
-            leading: 0,
-            section: section as i32,
-            tiles: most as i32,
-        })
+        ragged_tiling(shape, s.pack_group, s.block_q(), s.section_mib, row_bytes)
     }
+}
+
+/// How a launch numbers tiles: the most that there can be, and the rows of keys that stay in L2 together.
+pub(super) fn ragged_tiling(
+    shape: &Shape,
+    pack_group: bool,
+    block_q: u32,
+    section_mib: u32,
+    row_bytes: u64,
+) -> Result<Tiling> {
+    let group = shape.group();
+    let packed =
+        pack_group && group.is_power_of_two() && group <= 64 && u64::from(shape.q_len) * u64::from(group) < 1 << 30;
+    let (group_shift, unit_heads) = if packed { (group.ilog2(), shape.kv_heads) } else { (0, shape.heads) };
+    let most = tiles(shape.q_len << group_shift, block_q, unit_heads, shape.batch)?;
+    let section = match section_mib {
+        Sm90Schedule::WALK_ALL => i32::MAX as u64,
+        mib => ((u64::from(mib) << 20) / row_bytes).min(i32::MAX as u64),
+    };
+    Ok(Tiling {
+        group_shift: group_shift as i32,
+        unit_heads: unit_heads as i32,
+        blocks: 0,
+        leading: 0,
+        section: section as i32,
+        tiles: most as i32,
+    })
 }
 
 impl KernelFamily for Sm90RaggedSchedule {

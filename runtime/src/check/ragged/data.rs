@@ -4,7 +4,7 @@ use super::batch::{Queries, RaggedBatch, ScaleForm, StoreLayout, per_token};
 use super::elements::Codes;
 use super::expected::{Expected, SequenceInputs};
 use super::place::{Places, encode, sums};
-use crate::reference::HostTensor;
+use crate::reference::{HostTensor, Layout};
 use crate::tensor::windows;
 use crate::{Result, Verdict, typical_side};
 use bytemuck::Zeroable;
@@ -37,6 +37,8 @@ pub enum Part {
     QLengths,
     KScale,
     VScale,
+    QScale,
+    OScale,
 }
 
 /// Their bytes.
@@ -64,6 +66,8 @@ impl Part {
             Part::QLengths => "q_lengths",
             Part::KScale => "k_scale",
             Part::VScale => "v_scale",
+            Part::QScale => "q_scale",
+            Part::OScale => "o_scale",
         }
     }
 
@@ -178,11 +182,12 @@ impl RaggedData {
     /// Whether Q, O and all rows of the store, or columns of V, are whole vectors of 16 bytes.
     pub fn is_aligned(&self) -> bool {
         let (size, element) = (self.problem.dtype.bytes() as i64, self.element_bytes() as i64);
+        let of_o = self.problem.output_dtype().bytes() as i64;
         let whole = |strides: &[i64], size: i64| strides.iter().all(|s| s * size % 16 == 0);
         let RaggedArgs { q_stride, o_stride, k_stride, v_stride, .. } = &self.args;
         let columns = self.problem.kv.store().is_some_and(|store| store.v_columns);
         let v = if columns { [v_stride[0], v_stride[2], v_stride[3]] } else { [v_stride[0], v_stride[1], v_stride[2]] };
-        whole(q_stride, size) && whole(o_stride, size) && whole(&k_stride[..3], element) && whole(&v, element)
+        whole(q_stride, size) && whole(o_stride, of_o) && whole(&k_stride[..3], element) && whole(&v, element)
     }
 
     fn element_bytes(&self) -> usize {
@@ -221,13 +226,15 @@ impl RaggedData {
             q_lengths: at(Part::QLengths),
             k_scale: at(Part::KScale),
             v_scale: at(Part::VScale),
+            q_scale: at(Part::QScale),
+            o_scale: at(Part::OScale),
             ..self.args
         }
     }
 
     /// Compares what a kernel wrote, and tells what it wrote besides.
     pub fn compare(&self, o: &[u8], lse: Option<&[u8]>) -> (Verdict, Option<String>) {
-        self.expected.compare(self.problem.dtype, &self.args, o, lse)
+        self.expected.compare(&self.problem, &self.args, o, lse)
     }
 
     /// Where rows of Q, O and the log-sum-exp lie.
@@ -260,10 +267,10 @@ impl RaggedData {
         self.args.o_stride = strides(self.problem.head_dim_v.into(), batch.head_major);
         let sequences = if queries.begins.is_some() { 1 } else { u64::from(self.shape.batch) };
         let all = (sequences * u64::from(batch.heads) * u64::from(queries.rows)) as usize;
-        let size = self.problem.dtype.bytes();
+        let [size, of_o] = [self.problem.dtype, self.problem.output_dtype()].map(DType::bytes);
         let vectors = |bytes: usize| vec![0xff; bytes.next_multiple_of(16)];
         self.parts.insert(Part::Q, vectors(all * self.problem.head_dim_qk as usize * size));
-        self.parts.insert(Part::O, vectors(all * self.problem.head_dim_v as usize * size));
+        self.parts.insert(Part::O, vectors(all * self.problem.head_dim_v as usize * of_o));
         if let Some(form) = batch.lse {
             self.args.lse_stride = strides(1, !form.by_rows);
             self.args.lse_unit = if form.base_2 { std::f32::consts::LOG2_E } else { 1.0 };
@@ -289,6 +296,7 @@ impl RaggedData {
         let unused = if store.element == KvElement::Int8 { 0x80 } else { 0xff };
         let mut memory = [vec![unused; k_bytes[0]], vec![unused; k_bytes[1]]];
         let scales = Scales::draw(self, batch, places, rng);
+        let ends = (dtype == DType::E4m3).then(|| Ends::draw(self, batch, rng));
         let codes = (store.element != KvElement::Same).then(|| Codes::of(store.element));
         let mut inputs = Vec::new();
         for (b, &[rows, keys]) in batch.lengths.iter().enumerate() {
@@ -346,6 +354,10 @@ impl RaggedData {
                     }
                 }
             }
+            let (q, v) = match &ends {
+                Some(ends) => (ends.scaled_q(&q, b), ends.scaled_v(&v)),
+                None => (q, v),
+            };
             inputs.push(SequenceInputs { q, k, v, there });
         }
         let [k, v] = memory;
@@ -427,6 +439,56 @@ fn row_bytes(t: &HostTensor, at: [usize; 3]) -> &[u8] {
 fn row_bytes_mut(t: &mut HostTensor, at: [usize; 3]) -> &mut [u8] {
     let range = row_range(t, at);
     &mut t.bytes_mut()[range]
+}
+
+/// What Q of e4m3 is multiplied by, and an O of e4m3 before it is rounded.
+struct Ends {
+    /// Of the KV heads of each sequence, by strides; nothing where all are 1.
+    q: Vec<f32>,
+    stride: [usize; 2],
+    /// Query heads of a KV head.
+    group: usize,
+    o: f32,
+}
+
+impl Ends {
+    fn draw(data: &mut RaggedData, batch: &RaggedBatch, rng: &mut StdRng) -> Self {
+        let (heads, sequences) = (batch.kv_heads as usize, batch.lengths.len());
+        let (count, stride) = match batch.scales {
+            ScaleForm::One => (0, [0, 0]),
+            ScaleForm::Tensor => (1, [0, 0]),
+            ScaleForm::Head => (heads, [0, 1]),
+            ScaleForm::SequenceHead => (sequences * heads, [heads, 1]),
+        };
+        let q: Vec<f32> = (0..count).map(|_| rng.random_range(0.5..2.0)).collect();
+        if count > 0 {
+            data.parts.insert(Part::QScale, bytemuck::cast_slice(&q).to_vec());
+            data.args.q_scale_stride = stride.map(|s| s as i64);
+        }
+        let o = if data.problem.output_dtype() == DType::E4m3 { 2f32.powf(rng.random_range(2.0..8.0)) } else { 1.0 };
+        if o != 1.0 {
+            data.parts.insert(Part::OScale, o.to_ne_bytes().to_vec());
+        }
+        Self { q, stride, group: (batch.heads / batch.kv_heads.max(1)) as usize, o }
+    }
+
+    /// What the codes of a sequence's Q mean.
+    fn scaled_q(&self, q: &HostTensor, sequence: usize) -> HostTensor {
+        let [_, _, rows, dim] = q.shape();
+        let of = |head: usize| sequence * self.stride[0] + head / self.group * self.stride[1];
+        let mut values = q.values();
+        for (head, values) in values.chunks_exact_mut((rows * dim).max(1)).enumerate() {
+            let by = self.q.get(of(head)).copied().unwrap_or(1.0);
+            values.iter_mut().for_each(|x| *x *= by);
+        }
+        HostTensor::from_values(DType::F32, q.shape(), Layout::Bhsd, &values).expect("as many as there were")
+    }
+
+    /// V times what O is multiplied by.
+    fn scaled_v(&self, v: &HostTensor) -> HostTensor {
+        let values: Vec<f32> = v.values().iter().map(|x| x * self.o).collect();
+        HostTensor::from_values(DType::F32, v.shape(), Layout::Bhsd, &values).expect("as many as there were")
+    }
 }
 
 /// The scales of K and of V.

@@ -5,7 +5,7 @@ use super::data::QueryRows;
 use crate::Verdict;
 use crate::check::dropout::of_host as dropout_of;
 use crate::reference::{
-    Attention, HostTensor, Layout, RowId, Rows, compare_rows, oracle_of, sample_rows, unfused_rows_of,
+    Attention, HostTensor, Layout, RowId, Rows, compare_rows, e4m3, oracle_of, sample_rows, unfused_rows_of,
 };
 use flashtune_codegen::abi::RaggedArgs;
 use flashtune_codegen::score::{Elements, Program, ProgramBuilder, SideData};
@@ -74,10 +74,14 @@ impl Expected {
             };
             let attention = Attention { mask: batch.mask, scale: args.scale, program, sequence: b as u32, dropout };
             let oracle = oracle_of(&q, &k, &v, &attention, &ids);
-            // Quantised stores are measured by attention in f16 on what they stand for.
+            // Quantised stores are measured by attention in f16 on what they stand for; beside e4m3 queries by an
+            // emulation that rounds P.
             let quantised = problem.kv.store().is_some_and(|store| store.element != KvElement::Same);
             let narrow = quantised.then(|| HostTensor::from_values(DType::F16, q.shape(), Layout::Bhsd, &q.values()));
-            let unfused = unfused_rows_of(narrow.flatten().as_ref().unwrap_or(&q), &k, &v, &attention, &ids);
+            let unfused = match problem.dtype {
+                DType::E4m3 => e4m3::emulated([&q, &k, &v], &attention, problem.output_dtype(), &oracle),
+                _ => unfused_rows_of(narrow.flatten().as_ref().unwrap_or(&q), &k, &v, &attention, &ids),
+            };
             let place = |head: u32, row: u32| {
                 [&args.o_stride, &args.lse_stride].map(|stride| queries.offset(stride, b, head as usize, row as usize))
             };
@@ -104,12 +108,12 @@ impl Expected {
     /// Compares bytes of O and of the log-sum-exp, and tells what was written besides.
     pub(super) fn compare(
         &self,
-        dtype: DType,
+        problem: &Problem,
         args: &RaggedArgs,
         o: &[u8],
         lse: Option<&[u8]>,
     ) -> (Verdict, Option<String>) {
-        let dim = self.oracle.dim;
+        let (dim, dtype) = (self.oracle.dim, problem.output_dtype());
         let row_bytes = dim * dtype.bytes();
         let nth = |id: &RowId| self.oracle.ids.binary_search(id).expect("a row of the oracle");
         let read = |id: &RowId, to: &mut [f32]| {
@@ -135,7 +139,10 @@ impl Expected {
             natural
         });
         let lse_rows = natural.as_deref().map(|lse| (lse, [heads, rows]));
-        let verdict = compare_rows(dtype, &read, lse_rows, &self.oracle, &self.unfused);
+        let verdict = match problem.dtype {
+            DType::E4m3 => e4m3::compare_rows(dtype, &read, lse_rows, &self.oracle, &self.unfused),
+            _ => compare_rows(dtype, &read, lse_rows, &self.oracle, &self.unfused),
+        };
         let stray = self.stray(o, 0, row_bytes, dtype.bytes(), "o");
         (verdict, stray.or_else(|| self.stray(lse?, 1, 4, 4, "lse")))
     }

@@ -1,18 +1,6 @@
 // O of kernels whose products are of e4m3: a thread has four neighbouring columns at a time, to which V's order in
 // shared memory leads.
 
-template <typename Element> constexpr bool kIsE4m3 = false;
-template <> constexpr bool kIsE4m3<e4m3> = true;
-
-// What O is multiplied by before it is rounded, where it is e4m3: other kernels' arguments have no such field.
-template <typename Element, typename Args> __device__ __forceinline__ float output_scale(const Args& args) {
-    if constexpr (kIsE4m3<Element>) {
-        return args.o_scale == nullptr ? 1.0f : __ldg(args.o_scale);
-    } else {
-        return 1.0f;
-    }
-}
-
 template <typename Element>
 __device__ __forceinline__ void store_four(Element* to, float a, float b, float c, float d) {
     const u32 low = pack<Element>(a, b), high = pack<Element>(c, d);

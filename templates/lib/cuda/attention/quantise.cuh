@@ -28,10 +28,10 @@ template <> __device__ __forceinline__ int8 from_float<int8>(float x) {
 }
 
 // The largest value of an element, by which the scale of a row is found.
-template <typename E> constexpr float kLargest = 1.0f;
-template <> constexpr float kLargest<e4m3> = 448.0f;
-template <> constexpr float kLargest<e5m2> = 57344.0f;
-template <> constexpr float kLargest<int8> = 127.0f;
+template <typename E> constexpr float kLargestValue = 1.0f;
+template <> constexpr float kLargestValue<e4m3> = 448.0f;
+template <> constexpr float kLargestValue<e5m2> = 57344.0f;
+template <> constexpr float kLargestValue<int8> = 127.0f;
 
 // An element that is x when it is multiplied by the scale. A scale of 0 makes every number 0: so does the element.
 template <typename E> __device__ __forceinline__ E quantised(float x, float scale) {

@@ -1,0 +1,188 @@
+//! `forward/sm90_fp8_ragged`: `forward/sm90_fp8` for ragged batches, whose thread blocks find their tiles from lengths
+//! in device memory, as those of `forward/sm90_ragged` do. Keys are not split.
+
+use super::account::{RaggedAccount, Usual};
+use super::fields::{Constants, Fields, Place};
+use super::forward_sm90_ragged::{TABLE_BYTES, TABLE_ENTRIES, ragged_tiling};
+use super::{Dtypes, KernelFamily, forward_sm90_fp8::Sm90Fp8Schedule};
+use crate::abi::ArgsLayout;
+use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
+use crate::traffic::Walk;
+use crate::{
+    Arch, Constraint, Constraints, Error, KvElement, KvScales, Op, Problem, Resources, Result, Shape, ShapeBucket,
+    Tiling,
+};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How a Hopper GPU computes a ragged batch of e4m3: a schedule of `forward/sm90_fp8`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+pub struct Sm90Fp8RaggedSchedule(pub Sm90Fp8Schedule);
+
+impl fmt::Display for Sm90Fp8RaggedSchedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl Fields for Sm90Fp8RaggedSchedule {
+    fn places(&self) -> Vec<(&'static str, Place)> {
+        self.0.places()
+    }
+
+    fn launch_places(&self) -> Vec<Place> {
+        self.0.launch_places()
+    }
+
+    fn render(&self, constants: &mut Constants) {
+        self.0.render(constants);
+    }
+}
+
+/// Whether heads of a KV head share tiles: programs tell them apart.
+fn packs(problem: &Problem) -> bool {
+    problem.program.is_none()
+}
+
+impl Sm90Fp8RaggedSchedule {
+    fn tiling(&self, problem: &Problem, shape: &Shape) -> Result<Tiling> {
+        let row_bytes = u64::from(problem.head_dim_qk + problem.head_dim_v);
+        ragged_tiling(shape, packs(problem), self.0.block_q(), self.0.section_mib, row_bytes)
+    }
+
+    /// As `Layout` in the template.
+    fn smem_bytes(&self, problem: &Problem) -> u32 {
+        let behind = TABLE_BYTES + (4 * self.0.stages).next_multiple_of(16);
+        self.0.smem_bytes_of(problem, SLOT_BYTES).next_multiple_of(16) + behind
+    }
+}
+
+/// Bytes of a slot of the loader's, which holds a tile.
+const SLOT_BYTES: u32 = 64;
+
+impl KernelFamily for Sm90Fp8RaggedSchedule {
+    const NAME: &'static str = "forward/sm90_fp8_ragged";
+    const TEMPLATE: &'static str = "forward/sm90_fp8_ragged.cu";
+    const OP: Op = Op::Forward;
+    const ARGS: ArgsLayout = ArgsLayout::RAGGED_MAPPED;
+    const RAGGED: bool = true;
+    const QUERIES: Dtypes = Dtypes::E4m3;
+
+    fn runs_on(arch: Arch) -> Result<()> {
+        <Sm90Fp8Schedule as KernelFamily>::runs_on(arch)
+    }
+
+    fn supports(problem: &Problem, arch: Arch) -> Result<()> {
+        let no = |limit: &str| Err(Error::unsupported("family", Self::NAME, limit, "use forward/sm80_ragged"));
+        let store = problem.kv.store().unwrap_or_default();
+        if store.element != KvElement::E4m3 || store.scales != KvScales::PerHead || store.v_columns {
+            return no("reads stores of e4m3 with scales of heads, whose columns of V lie side by side");
+        }
+        <Sm90Fp8Schedule as KernelFamily>::supports(problem, arch)
+    }
+
+    fn unmet(constraint: Constraint) -> Option<&'static str> {
+        match constraint {
+            Constraint::Strided => Some(
+                "TMA takes keys of packs, of dense slots and of pages of a multiple of 16 tokens, by strides above \
+                 zero and below 2^40 bytes: these lie otherwise",
+            ),
+            other => <Sm90Fp8Schedule as KernelFamily>::unmet(other),
+        }
+    }
+
+    /// Keys of a tile are not split: where rows are few, `forward/sm80_ragged` is, and reads keys of e4m3 as fast as
+    /// memory gives them.
+    fn prefers(problem: &Problem, bucket: &ShapeBucket) -> bool {
+        let rows = u64::from(bucket.q_len) * if packs(problem) { u64::from(bucket.group) } else { 1 };
+        rows > FEW_ROWS && bucket.pages.demands() == Constraints::NONE
+    }
+
+    fn default_for(problem: &Problem, arch: Arch, bucket: &ShapeBucket) -> Self {
+        let fits = |s: &Self| {
+            let resources = KernelFamily::resources(s, problem);
+            s.0.validate(problem).is_ok() && resources.check(arch, s.0.blocks_per_sm).is_ok()
+        };
+        let base = Sm90Fp8Schedule::default_for(problem, bucket);
+        let smaller = (1..base.block_kv / 32).rev().map(|n| Sm90Fp8Schedule { block_kv: n * 32, ..base });
+        std::iter::once(base).chain(smaller).map(Self).find(fits).unwrap_or(Self(base))
+    }
+
+    fn space(problem: &Problem, _: Arch) -> Vec<Self> {
+        Sm90Fp8Schedule::space(problem).into_iter().map(Self).collect()
+    }
+
+    fn validate(&self, problem: &Problem, _: Arch) -> Result<()> {
+        self.0.validate(problem)
+    }
+
+    fn resources(&self, problem: &Problem) -> Resources {
+        Resources { smem_bytes: self.smem_bytes(problem), ..KernelFamily::resources(&self.0, problem) }
+    }
+
+    fn blocks_per_sm(&self) -> u32 {
+        self.0.blocks_per_sm
+    }
+
+    fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        KernelFamily::constants(&self.0, problem, constants);
+        constants.extend([
+            ("pack_group", packs(problem).to_string()),
+            ("table_entries", TABLE_ENTRIES.to_string()),
+            ("table_bytes", TABLE_BYTES.to_string()),
+            // Keys are not split.
+            ("pieces_per_block", "0".to_owned()),
+            ("piece_keys", "0".to_owned()),
+            ("merged_keys", "0".to_owned()),
+        ]);
+    }
+
+    fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
+        let tiling = self.tiling(problem, shape)?;
+        let main = Stage::of(StageEntry::MAIN, tiling.tiles as u32, self.0.threads(), self.smem_bytes(problem));
+        let main = Stage { resident: Some(self.0.blocks_per_sm), ..main.starting_early() };
+        Ok(LaunchPlan::new([main], [Region { holds: Holds::TileCounter, bytes: 16 }], Some(tiling)))
+    }
+
+    fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
+        let s = &self.0;
+        let tiling = self.tiling(usual.problem, &usual.sizes.shape).ok()?;
+        let split = format!(
+            "none: up to {} tiles of up to {} rows over {} thread blocks, the longest sequences first",
+            tiling.tiles,
+            s.block_q(),
+            usual.units * s.blocks_per_sm
+        );
+        let merge = "none: a tile's keys are summed in one place".to_owned();
+        Some(RaggedAccount { split, merge, pages: format!("TMA, {} keys a block: {}", s.block_kv, usual.index()) })
+    }
+
+    fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
+        Walk::plain(self.0.block_q(), self.0.block_kv, shape)
+    }
+}
+
+/// Rows of a KV head up to which a call is left to the family that splits keys.
+const FEW_ROWS: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Kernel, KvKind, KvStore, MaskKind, Schedule};
+
+    #[test]
+    fn every_default_is_legal() {
+        let store = KvStore { element: KvElement::E4m3, ..KvStore::default() };
+        for d in (16..=256).step_by(16) {
+            for mask in MaskKind::ALL {
+                for q_len in [1, 100, 16384] {
+                    let problem = Problem::forward(DType::E4m3, d, mask).unwrap().with_kv(KvKind::Ragged(store));
+                    let bucket = ShapeBucket { parallel: 32, group: 4, q_len, kv_len: 16384, ..Default::default() };
+                    let arch = "sm_90a".parse().unwrap();
+                    let schedule = Schedule::Sm90Fp8Ragged(Sm90Fp8RaggedSchedule::default_for(&problem, arch, &bucket));
+                    Kernel { problem, schedule, arch }.check().unwrap();
+                }
+            }
+        }
+    }
+}
