@@ -666,6 +666,22 @@ mod tests {
     }
 
     #[test]
+    fn ragged_batches_of_e4m3_queries_have_scales_behind_dropout() {
+        use crate::{DType, KvElement, KvKind, KvStore, MaskKind};
+        let store = KvStore { element: KvElement::E4m3, ..KvStore::default() };
+        let ragged = |dtype| Problem::forward(dtype, 64, MaskKind::FULL).unwrap().with_kv(KvKind::Ragged(store));
+        for (problem, size) in [
+            (ragged(DType::E4m3), size_of::<RaggedArgs>()),
+            (ragged(DType::Bf16), offset_of!(RaggedArgs, dropout_threshold)),
+            (ragged(DType::Bf16).with_dropout(true), offset_of!(RaggedArgs, q_scale)),
+        ] {
+            let declared = fields(Language::Cuda, &problem);
+            let (_, text) = declared.iter().find(|(found, _)| *found == "ragged_args").unwrap();
+            assert!(text.contains(&format!(") == {size}, ")), "{problem}: {text}");
+        }
+    }
+
+    #[test]
     fn the_members_that_a_tiling_becomes_are_its_fields() {
         let tiling = MappedArgs::FIELDS.iter().find(|f| f.members.contains(&"tiles")).expect("a field");
         let tiling: Vec<(&str, usize)> =

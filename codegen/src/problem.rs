@@ -473,6 +473,7 @@ impl fmt::Display for Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::KvStore;
 
     #[test]
     fn head_dims_outside_the_range_name_the_field_and_the_remedy() {
@@ -502,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn e4m3_is_of_dense_forward_passes_and_its_output_is_of_any_dtype() {
+    fn e4m3_is_of_forward_passes_and_its_output_is_of_any_dtype() {
         let e4m3 = Problem::forward(DType::E4m3, 128, MaskKind::CAUSAL).unwrap();
         assert_eq!((e4m3.output_dtype(), e4m3.to_string().as_str()), (DType::Bf16, "forward-e4m3-bf16-d128-causal"));
         assert_eq!(e4m3.with_output(DType::E4m3).to_string(), "forward-e4m3-d128-causal");
@@ -514,11 +515,19 @@ mod tests {
         }
         let program = Program::parse("score = score * 2.0;").unwrap();
         e4m3.with_program(program).validate().unwrap();
+        let store = |element| KvKind::Ragged(KvStore { element, ..KvStore::default() });
+        for element in [KvElement::E4m3, KvElement::E5m2, KvElement::Int8] {
+            e4m3.with_kv(store(element)).validate().unwrap();
+        }
+        let finer = ScaleUnits { q: ScaleUnit::Rows, ..ScaleUnits::default() };
         let bf16 = Problem::forward(DType::Bf16, 128, MaskKind::CAUSAL).unwrap();
         for (problem, field) in [
             (bf16.with_output(DType::F32), "output"),
             (e4m3.backward(), "dtype"),
-            (e4m3.with_kv(KvKind::RAGGED), "dtype"),
+            // A store says its own elements.
+            (e4m3.with_kv(KvKind::RAGGED), "kv"),
+            (e4m3.with_kv(store(KvElement::E4m3)).with_scales(finer), "scales"),
+            (e4m3.with_kv(store(KvElement::E4m3)).with_dropout(true), "dropout"),
         ] {
             let e = problem.validate().unwrap_err().to_string();
             assert!(e.contains(field), "{problem}: {e}");

@@ -125,6 +125,7 @@ mod tests {
             "forward/sm90",
             "forward/sm90_fp8",
             "forward/sm89_fp8",
+            "forward/sm90_fp8_ragged",
             "forward/sm90_ragged",
             "forward/sm80",
             "forward/sm80_f32",

@@ -141,10 +141,12 @@ impl Statement {
                 .or_else(|| shape.split_once("k32.f32."))
                 .ok_or_else(|| format!("`{name}`"))?;
             let (a, b) = formats.split_once('.').ok_or_else(|| format!("`{name}`"))?;
-            if a != b {
-                return Err(format!("`{name}`: mixed formats"));
-            }
-            call = format!("wgmma_mma_async_sync_aligned<ptx::Format::{a}, {columns}>");
+            let format = match (a, b) {
+                ("e4m3", "e5m2") => "e4m3_e5m2",
+                _ if a == b => a,
+                _ => return Err(format!("`{name}`: mixed formats")),
+            };
+            call = format!("wgmma_mma_async_sync_aligned<ptx::Format::{format}, {columns}>");
             for (i, operand) in split(operands, ',').into_iter().enumerate() {
                 arguments.push(match operand.strip_prefix('{').and_then(|o| o.strip_suffix('}')) {
                     None => self.operand(operand)?,

@@ -304,7 +304,8 @@ fn stages_start_early_where_their_kernels_wait_for_the_launch_before() {
     let mut seen = HashSet::new();
     for dtype in DType::ALL.into_iter().chain([DType::E4m3]) {
         let forward = Problem::forward(dtype, 64, MaskKind::FULL).unwrap();
-        let ragged = forward.with_kv(KvKind::RAGGED);
+        let element = KvElement::Same.beside(dtype);
+        let ragged = forward.with_kv(KvKind::Ragged(KvStore { element, ..KvStore::default() }));
         let of = |op| Problem { op, ..forward };
         let programmed = forward.with_program(program.clone());
         let gradient = programmed.gradient_by("slope").unwrap();
@@ -334,6 +335,7 @@ fn stages_start_early_where_their_kernels_wait_for_the_launch_before() {
     }
     let early: HashSet<Family> = seen.iter().filter(|(_, early)| *early).map(|(family, _)| *family).collect();
     let expected = [
+        Family::ForwardSm90Fp8Ragged,
         Family::ForwardSm90Ragged,
         Family::ForwardSm80Ragged,
         Family::BackwardSm90,

@@ -181,6 +181,45 @@ fn quantised_stores_have_scales_of_five_shapes() {
 }
 
 #[test]
+fn queries_of_e4m3_stand_beside_stores_of_8_bits_and_have_a_scale() {
+    let narrow = |store: StoreType, output| {
+        move |b: &mut RaggedBatch| {
+            (b.queries.dtype, b.output.dtype) = (DType::E4m3, output);
+            for rows in [&mut b.store.k, &mut b.store.v] {
+                rows.element = store;
+            }
+        }
+    };
+    for store in [StoreType::E4m3, StoreType::Float(DType::E4m3), StoreType::E5m2, StoreType::Int8] {
+        for output in DType::OUTPUTS_OF_E4M3 {
+            let c = accepted(paged(), narrow(store, output));
+            assert_eq!((c.problem.dtype, c.problem.output_dtype()), (DType::E4m3, output));
+            assert_eq!(c.problem.kv.store().unwrap().element, store.element());
+        }
+    }
+    assert_eq!(blamed(paged(), narrow(StoreType::Float(DType::Bf16), DType::Bf16)), ("k", "dtype"));
+    let c = accepted(paged(), narrow(StoreType::E4m3, DType::E4m3));
+    let heads = |address, strides| Scales::PerHead { address, strides };
+    let scaled = c.with_query_scale(heads(0xc000, [2, 1])).unwrap().with_output_scale(0xd000).unwrap();
+    assert_eq!((scaled.args.q_scale, scaled.args.q_scale_stride, scaled.args.o_scale), (0xc000, [2, 1], 0xd000));
+    assert_eq!(c.with_query_scale(Scales::One).unwrap(), c);
+    let wide = accepted(paged(), |_| ());
+    let tokens = Scales::PerToken { address: 0xc000, strides: [0; 3] };
+    for (call, scale, word) in [
+        (wide, heads(0xc000, [0, 0]), "dtype of Q"),
+        (c, heads(0, [0, 0]), "not null"),
+        (c, heads(0xc002, [0, 0]), "a multiple of 4 bytes"),
+        (c, heads(0xc000, [-1, 0]), "not negative"),
+        (c, tokens, "by token"),
+    ] {
+        let e = call.with_query_scale(scale).unwrap_err().to_string();
+        assert!(e.contains("q_scale") && e.contains(word), "{word}: {e}");
+    }
+    let e = accepted(paged(), narrow(StoreType::E4m3, DType::Bf16)).with_output_scale(0xd000).unwrap_err().to_string();
+    assert!(e.contains("o_scale") && e.contains("bf16"), "{e}");
+}
+
+#[test]
 fn types_that_do_not_go_together_are_refused() {
     let float = StoreType::Float;
     assert_eq!(blamed(paged(), |b| b.store.k.element = float(DType::F16)), ("k", "dtype"));

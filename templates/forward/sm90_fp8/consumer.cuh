@@ -281,8 +281,9 @@ struct Consumer {
         }
     }
 
-    // NaN of V in masked blocks, which did not take part, to the rows that attend to them: rare, so plain and slow.
-    __device__ __forceinline__ void restore_nan(const Work& work, const float (&inverse)[2]) {
+    // What is no number of V in masked blocks, and did not take part, to the rows that attend to it: rare, so plain and
+    // slow.
+    __device__ __forceinline__ void restore_special(const Work& work, const float (&inverse)[2]) {
         const Values values(args.forward, work.tile);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -300,11 +301,11 @@ struct Consumer {
                 const u8* const at = values_of_key + lane() % 4 * 4;
 #pragma unroll
                 for (int j = 0; j < kColumnsV / 16; j++) {
-                    const u32 nan = nan_bytes(*(const u32*)(at + 16 * j));
+                    const u32 word = *(const u32*)(at + 16 * j), none = special_bytes(word);
 #pragma unroll
                     for (int byte = 0; byte < 4; byte++) {
-                        if (nan >> byte * 8 & 0x80)
-                            o[8 * j + 2 * h + byte % 2 * 4 + byte / 2] = __int_as_float(0x7fffffff);
+                        if (none >> byte * 8 & 0x80)
+                            o[8 * j + 2 * h + byte % 2 * 4 + byte / 2] += special_value(u8(word >> byte * 8));
                     }
                 }
             }
@@ -319,7 +320,7 @@ struct Consumer {
             sinks[h] = program_sink(head(work), min_of(first_row(work) + h * 8, FT_SIZES(args, work.tile).q_len - 1));
         }
         softmax.finish(c, sinks, inverse, log_sum_exp);
-        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work, inverse);
+        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_special(work, inverse);
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {

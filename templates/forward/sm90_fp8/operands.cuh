@@ -13,6 +13,10 @@ struct KeysWithoutPage {
     __device__ __forceinline__ void hide(Scores&) const {}
 };
 
+// Of four elements of V, the highest bit of each byte that is no number; and what such a byte is.
+__device__ __forceinline__ u32 special_bytes(u32 x) { return nan_bytes(x); }
+__device__ __forceinline__ float special_value(u8) { return __int_as_float(0x7fffffff); }
+
 // TMA brings zeros for keys behind the last.
 __device__ __forceinline__ void clear_behind_last(const Work&, int, u32, int) {}
 

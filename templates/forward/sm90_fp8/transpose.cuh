@@ -4,7 +4,7 @@
 // 4t to 4t + 3 (consumer.cuh). Of 16 columns the even ones come first, so that the rows of a store lie in different
 // banks; a thread of the product then has four neighbouring columns of O.
 //
-// With kClean NaN become zeros, which a mask may leave out. Returns whether there were any.
+// With kClean elements that are no numbers become zeros, which a mask may leave out. Returns whether there were any.
 template <bool kClean> __device__ __forceinline__ bool transpose_block(u32 from, u32 to, int warp) {
     constexpr int kAtOnce = 4;  // of 32 keys: reads under way
     const int lane = threadIdx.x % 32, row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
@@ -24,9 +24,9 @@ template <bool kClean> __device__ __forceinline__ bool transpose_block(u32 from,
                 u32(&x)[4] = r[i];
 #pragma unroll
                 for (int word = 0; kClean && word < 4; word++) {
-                    const u32 nan = nan_bytes(x[word]);
-                    x[word] &= ~((nan >> 7) * 0xff);
-                    met |= nan;
+                    const u32 none = special_bytes(x[word]);
+                    x[word] &= ~((none >> 7) * 0xff);
+                    met |= none;
                 }
                 const int keys = first + i;
                 stmatrix_x4(column + keys / 4 * kBytesKeys + (u32((keys % 4 * 2 + half) ^ row) << 4),

@@ -29,6 +29,12 @@ struct KeysWithoutPage {
     }
 };
 
+// Of four elements of V, the highest bit of each byte that is no number; and what such a byte is.
+__device__ __forceinline__ u32 special_bytes(u32 x) {
+    return kIsE4m3<Element> ? nan_bytes(x) : non_finite_bytes_e5m2(x);
+}
+__device__ __forceinline__ float special_value(u8 x) { return to_float(Element{x}); }
+
 // Makes keys of V behind a sequence's last zeros, of the columns that this warp transposes. Slots behind it may hold
 // anything, and no row attends to them; left to the search for NaN, every tile that meets one would search all of V.
 __device__ __forceinline__ void clear_behind_last(const Work& work, int n, u32 block, int warp) {

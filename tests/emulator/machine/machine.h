@@ -103,6 +103,7 @@ inline u32 swizzle_128(u32 address) { return address ^ (address >> 7 & 7) << 4; 
 
 float widen(Format format, u16 bits);
 float from_e4m3(u32 byte);
+float from_e5m2(u32 byte);
 // What tensor cores keep of a sum of FP8 products: 13 bits behind the first, the others are cut off.
 float cut_fp8_sum(float x);
 

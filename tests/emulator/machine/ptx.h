@@ -176,7 +176,9 @@ void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, f
 
 // -------------------------------------------------------------------------------------------- warpgroup matrices
 
-enum class Format { bf16, f16, e4m3 };
+// Of both operands, or of A and of B.
+enum class Format { bf16, f16, e4m3, e5m2, e4m3_e5m2 };
+constexpr bool is_fp8(Format format) { return format >= Format::e4m3; }
 template <int count> struct Registers {
     float* at[count];
 };
@@ -211,16 +213,16 @@ void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool k
 struct ARegisters {
     u32 a[4];
 };
-// Of e4m3, whose operands lie by rows alone.
+// Of 8 bits, whose operands lie by rows alone.
 template <Format format, int columns>
 void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, u64 a, u64 b, bool keep, int sign_a, int sign_b) {
-    static_assert(format == Format::e4m3);
+    static_assert(is_fp8(format));
     if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
     issue({format, columns, false, a, b, keep, false, false}, d.at, nullptr);
 }
 template <Format format, int columns>
 void wgmma_mma_async_sync_aligned(Registers<columns / 2> d, ARegisters a, u64 b, bool keep, int sign_a, int sign_b) {
-    static_assert(format == Format::e4m3);
+    static_assert(is_fp8(format));
     if (sign_a != 1 || sign_b != 1) fail("wgmma with a sign is not emulated");
     issue({format, columns, true, 0, b, keep, false, false}, d.at, a.a);
 }

@@ -90,6 +90,7 @@ float from_e4m3(u32 byte) {
     }();
     return table[byte & 255];
 }
+float from_e5m2(u32 byte) { return widen(Format::f16, u16(byte << 8)); }
 float cut_fp8_sum(float x) {
     u32 u;
     std::memcpy(&u, &x, 4);

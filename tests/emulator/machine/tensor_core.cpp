@@ -12,7 +12,9 @@ namespace {
 constexpr int kWarps = kMaxThreads / 32, kMaxColumns = 256, kMaxDepth = 32;
 
 // Elements that an instruction sums over.
-int depth_of(Format format) { return format == Format::e4m3 ? 32 : 16; }
+int depth_of(Format format) { return is_fp8(format) ? 32 : 16; }
+Format format_of_a(Format format) { return format == Format::e4m3_e5m2 ? Format::e4m3 : format; }
+Format format_of_b(Format format) { return format == Format::e4m3_e5m2 ? Format::e5m2 : format; }
 // A quiet NaN that no computation gives.
 constexpr u32 kUntouched = 0x7fc0dead;
 
@@ -85,13 +87,13 @@ struct Descriptor {
 
     // to[depth][outer], for `count` outer elements from `first` on.
     void read(const char* who, Format format, u32 first, u32 count, float (*to)[kMaxColumns]) const {
-        if (format == Format::e4m3) {
+        if (is_fp8(format)) {
             for (u32 i = 0; i < count; i++) {
                 for (u32 j = 0; j < kMaxDepth; j += 16) {
                     const u32 outer = first + i;
                     const u32 at = swizzle_128(start + outer % 8 * 128 + outer / 8 * stride + j);
                     const u8* const x = read_async(who, at, 16);
-                    for (u32 e = 0; e < 16; e++) to[j + e][i] = from_e4m3(x[e]);
+                    for (u32 e = 0; e < 16; e++) to[j + e][i] = format == Format::e5m2 ? from_e5m2(x[e]) : from_e4m3(x[e]);
                 }
             }
             return;
@@ -120,7 +122,7 @@ float b[kMaxDepth][kMaxColumns];
 void multiply(u32 w, Issued& issued) {
     const MatrixStep& s = issued.step;
     static float a[kMaxDepth][kMaxColumns];
-    if (s.a_in_registers && s.format == Format::e4m3) {
+    if (s.a_in_registers && is_fp8(s.format)) {
         // Words 0 and 2 are rows of the upper eight, 2 and 3 the second half of depth.
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 16; i++) {
@@ -136,7 +138,7 @@ void multiply(u32 w, Issued& issued) {
                 a[l % 4 * 2 + i % 2 + 8 * (i / 4)][l / 4 + 8 * (i / 2 % 2)] = widen(s.format, x);
             }
     } else {
-        Descriptor(s.a, s.a_by_depth).read("wgmma (A)", s.format, w % 4 * 16, 16, a);
+        Descriptor(s.a, s.a_by_depth).read("wgmma (A)", format_of_a(s.format), w % 4 * 16, 16, a);
     }
     Accumulator& d = *issued.d[w % 4];
     for (int r = 0; r < 16; r++) {
@@ -146,7 +148,7 @@ void multiply(u32 w, Issued& issued) {
             const float x = a[k][r];
             for (int c = 0; c < s.columns; c++) out[c] += x * b[k][c];
         }
-        for (int c = 0; s.format == Format::e4m3 && c < s.columns; c++) out[c] = cut_fp8_sum(out[c]);
+        for (int c = 0; is_fp8(s.format) && c < s.columns; c++) out[c] = cut_fp8_sum(out[c]);
     }
     warps[w].done++;
     for (int i = 0; i < 32; i++) {
@@ -188,7 +190,7 @@ void act() {
     const u64 step = warps[w].done;
     Issued& issued = g.steps[step - g.first];
     const MatrixStep& s = issued.step;
-    Descriptor(s.b, s.b_by_depth).read("wgmma (B)", s.format, 0, s.columns, b);
+    Descriptor(s.b, s.b_by_depth).read("wgmma (B)", format_of_b(s.format), 0, s.columns, b);
     // The other warps often take the step together with this one, but need not.
     const bool alone = one_in(4);
     for (u32 i = w / 4 * 4; i < w / 4 * 4 + 4; i++)

@@ -17,7 +17,7 @@ use super::{Dtypes, KernelFamily};
 use crate::abi::{self, ArgsLayout};
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
 /// Head dims are multiples of this: rows of e4m3 are then whole 16-byte vectors.
 const HEAD_DIM_STEP: u32 = 16;
@@ -129,7 +129,10 @@ impl KernelFamily for Sm90Fp8Schedule {
             ("tile_queues", abi::TILE_QUEUES.to_string()),
             ("producer_registers", self.producer_registers(problem).to_string()),
             ("consumer_registers", self.consumer_registers(problem).to_string()),
-            ("wgmma_instructions", wgmma::instructions(self, problem.head_dim_v.next_multiple_of(16))),
+            ("wgmma_instructions", {
+                let keys = problem.kv.store().map_or(DType::E4m3.name(), |store| store.element.name());
+                wgmma::instructions(self, problem.head_dim_v.next_multiple_of(16), keys)
+            }),
         ]);
     }
 

@@ -6,25 +6,25 @@ use std::fmt::Write;
 /// Specialisations of the template's `wgmma<Element, kColumns>` for the widths of scores and of the parts of O, which
 /// has so many columns.
 ///
-/// `rows(d, a, b, keep)` is d = keep * d + A B^T with both operands in shared memory by rows; with `a0` to `a3` A is in
-/// registers.
-pub(super) fn instructions(schedule: &Sm90Fp8Schedule, columns: u32) -> String {
+/// K and V are of `keys`, e4m3 or e5m2, beside e4m3 queries and probabilities. `rows(d, a, b, keep)` is d = keep * d +
+/// A B^T with both operands in shared memory by rows; with `a0` to `a3` A is in registers.
+pub(super) fn instructions(schedule: &Sm90Fp8Schedule, columns: u32, keys: &str) -> String {
     let last = columns - (columns.div_ceil(schedule.part) - 1) * schedule.part;
     let widths = [schedule.block_kv, schedule.part, last];
     let mut text = String::new();
     for (i, width) in widths.into_iter().enumerate() {
         if !widths[..i].contains(&width) {
-            specialisation(&mut text, width);
+            specialisation(&mut text, width, keys);
         }
     }
     text
 }
 
-fn specialisation(text: &mut String, columns: u32) {
+fn specialisation(text: &mut String, columns: u32, keys: &str) {
     let n = columns / 2;
     let registers = (0..n).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
     let accumulators = (0..n).map(|i| format!("\"+f\"(d[{i}])")).collect::<Vec<_>>().join(", ");
-    let name = format!("wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3");
+    let name = format!("wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.{keys}");
     let operand = |i: u32| format!("%{}", n + i);
     let [a, b, c, d, e, f] = [0, 1, 2, 3, 4, 5].map(operand);
     write!(
@@ -53,10 +53,12 @@ mod tests {
 
     #[test]
     fn every_width_is_written_once_and_names_all_of_its_registers() {
-        let of = |block_kv, part| instructions(&Sm90Fp8Schedule { block_kv, part, ..Default::default() }, 64);
+        let of = |block_kv, part| instructions(&Sm90Fp8Schedule { block_kv, part, ..Default::default() }, 64, "e4m3");
         let text = of(128, 64);
         assert_eq!(text.matches("template <>").count(), 2);
         assert!(text.contains("m64n128k32.f32.e4m3.e4m3") && text.contains("\"+f\"(d[63]) :") && text.contains("%66"));
+        let mixed = instructions(&Sm90Fp8Schedule { block_kv: 64, part: 64, ..Default::default() }, 64, "e5m2");
+        assert!(mixed.contains("m64n64k32.f32.e4m3.e5m2") && !mixed.contains(".e4m3.e4m3"));
         assert_eq!(of(64, 64).matches("template <>").count(), 1);
         let uneven = of(128, 48);
         assert!(uneven.contains("m64n48k32") && uneven.contains("m64n16k32"));

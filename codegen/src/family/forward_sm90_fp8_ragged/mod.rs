@@ -75,8 +75,11 @@ impl KernelFamily for Sm90Fp8RaggedSchedule {
     fn supports(problem: &Problem, arch: Arch) -> Result<()> {
         let no = |limit: &str| Err(Error::unsupported("family", Self::NAME, limit, "use forward/sm80_ragged"));
         let store = problem.kv.store().unwrap_or_default();
-        if store.element != KvElement::E4m3 || store.scales != KvScales::PerHead || store.v_columns {
-            return no("reads stores of e4m3 with scales of heads, whose columns of V lie side by side");
+        if ![KvElement::E4m3, KvElement::E5m2].contains(&store.element)
+            || store.scales != KvScales::PerHead
+            || store.v_columns
+        {
+            return no("reads stores of e4m3 and e5m2 with scales of heads, whose columns of V lie side by side");
         }
         <Sm90Fp8Schedule as KernelFamily>::supports(problem, arch)
     }
@@ -184,5 +187,52 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn boxes_are_128_bytes_wide_and_begin_with_pages() {
+        use crate::abi::RaggedArgs;
+        use crate::{Mask, ragged_unaddressable};
+        use bytemuck::Zeroable;
+        let store = KvStore { element: KvElement::E4m3, ..KvStore::default() };
+        let problem = Problem::forward_qk_v(DType::E4m3, 192, 128, MaskKind::CAUSAL).unwrap();
+        let problem = problem.with_kv(KvKind::Ragged(store));
+        let shape = Shape { batch: 3, heads: 8, kv_heads: 2, q_len: 100, kv_len: 300, mask: Mask::Causal };
+        let arch = "sm_90a".parse().unwrap();
+        let schedule = Sm90Fp8RaggedSchedule(Sm90Fp8Schedule { block_kv: 96, consumers: 2, ..Default::default() });
+        let kernel = Kernel { problem, schedule: Schedule::Sm90Fp8Ragged(schedule), arch };
+        // 240 packed rows, and 20 pages of 16 tokens of two heads.
+        let args = RaggedArgs {
+            q: 0x1000,
+            k: 0x2000,
+            v: 0x3000,
+            q_begin: 0x4000,
+            k_table: 0x5000,
+            q_stride: [0, 192, 1536],
+            k_stride: [6144, 384, 192, 16],
+            v_stride: [4096, 256, 128, 1],
+            pages: 20,
+            page_tokens: 16,
+            batch: 3,
+            heads: 8,
+            kv_heads: 2,
+            kv_len: 300,
+            q_rows: 240,
+            ..RaggedArgs::zeroed()
+        };
+        assert_eq!(ragged_unaddressable(&problem, &args), None);
+        let tiling = schedule.tiling(&problem, &shape).unwrap();
+        assert_eq!((tiling.group_shift, tiling.unit_heads, tiling.tiles), (2, 2, 4 * 2 * 3));
+        let ([q, k, v, _], keys) = kernel.ragged_tensor_maps(&tiling, &args).unwrap();
+        assert_eq!((keys, q.tile, k.tile), (16, [128, 4, 16, 1, 1], [128, 16, 1, 1, 1]));
+        assert_eq!((q.dims, q.strides[..3].to_vec()), ([192, 4, 240, 2, 1], vec![192, 1536, 768]));
+        assert_eq!((k.dims, k.strides[..3].to_vec()), ([192, 16, 2, 20, 1], vec![384, 192, 6144]));
+        assert_eq!((v.dims, v.strides[..3].to_vec()), ([128, 16, 2, 20, 1], vec![256, 128, 4096]));
+        // Strides are of multiples of 16 bytes, which here are as many elements; pieces of K have 16.
+        let refused = |args: RaggedArgs| ragged_unaddressable(&problem, &args).unwrap().to_string();
+        let odd = refused(RaggedArgs { k_stride: [6152, 384, 192, 16], ..args });
+        assert!(odd.contains("positive multiples of 16 below 2^40"), "{odd}");
+        assert!(refused(RaggedArgs { k_stride: [6144, 384, 192, 8], ..args }).contains("side by side"));
+        assert!(refused(RaggedArgs { page_tokens: 8, ..args }).contains("pages of 8 tokens"));
     }
 }
