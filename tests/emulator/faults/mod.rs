@@ -11,6 +11,7 @@ pub mod sm80_f32;
 mod sm89_fp8;
 mod sm90;
 mod sm90_fp8;
+mod sm90_fp8_ragged;
 mod sm90_ragged;
 
 use crate::cases::Case;
@@ -128,6 +129,9 @@ fn verdict(set: &TemplateSet, family: &str, what: &str) -> String {
     if family == "sm90_ragged" {
         return sm90_ragged::verdict(set, seed, what);
     }
+    if family == "sm90_fp8_ragged" {
+        return sm90_fp8_ragged::verdict(set, seed, what);
+    }
     if let "naive_ragged" | "sm80_ragged" | "append" = family {
         return ragged::verdict(family, set, seed, what);
     }
@@ -209,6 +213,7 @@ fn planted_faults_are_seen_as_what_they_are() {
         ("sm89_fp8", sm90_fp8::OUTPUT_FP8),
         ("sm90_fp8", sm90_fp8::SM90_FP8),
         ("sm90_fp8", sm90_fp8::OUTPUT_FP8),
+        ("sm90_fp8_ragged", sm90_fp8_ragged::SM90_FP8_RAGGED),
         ("naive_ragged", ragged::NAIVE),
         ("sm80_ragged", ragged::SM80),
         ("sm90_ragged", sm90_ragged::SM90_RAGGED),

@@ -77,7 +77,7 @@ pub const OUTPUT_FP8: &[Fault] = &[
 pub const SM90_FP8: &[Fault] = &[
     [
         "V is transposed with its keys in the order of memory",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/transpose.cuh",
         "__byte_perm(x[0], x[1], 0x6420), __byte_perm(x[2], x[3], 0x6420),",
         "__byte_perm(x[0], x[1], 0x6240), __byte_perm(x[2], x[3], 0x6240),",
         "the oracle says",
@@ -119,14 +119,14 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "finer: the scale of the next key",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/loader.cuh",
         "scales.at(key) : 0.0f",
         "scales.at(max_of(key - 1, 0)) : 0.0f",
         "the oracle says|in the mean|LSE",
     ],
     [
         "finer: scales of keys in the order of memory",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/loader.cuh",
         "to += (lane / 16 * 16 + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2) * 4;",
         "to += lane * 4;",
         "the oracle says|in the mean|LSE",
@@ -140,7 +140,7 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "finer: a stage is full before all lanes have written its scales",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/loader.cuh",
         "            __syncwarp();\n            if (leads) k.commit(smem);",
         "            if (leads) k.commit(smem);",
         "the oracle says|in the mean|LSE|never written|ordered|read",
@@ -196,28 +196,28 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "NaN of V reach rows that do not see them",
-        "forward/sm90_fp8/producer.cuh",
-        "x[word] &= ~((nan >> 7) * 0xff);",
+        "forward/sm90_fp8/transpose.cuh",
+        "x[word] &= ~((none >> 7) * 0xff);",
         "",
         "the oracle says",
     ],
     [
         "NaN of V stay out",
         "forward/sm90_fp8/consumer.cuh",
-        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_nan(work, inverse);",
+        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_special(work, inverse);",
         "",
         "the oracle says",
     ],
     [
         "transposed V is not ordered before the products",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/transpose.cuh",
         "            fence_async_proxy();\n            __syncwarp();",
         "            __syncwarp();",
         "fence|ordered",
     ],
     [
         "V is transposed into a stage that is still read",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/transpose.cuh",
         "            v.acquire(smem);\n            if (kMasks",
         "            if (kMasks",
         "the oracle says|wgmma|read|written|bits",
@@ -245,7 +245,7 @@ pub const SM90_FP8: &[Fault] = &[
     ],
     [
         "blocks of a program's mask by the first row alone",
-        "forward/sm90_fp8/producer.cuh",
+        "forward/sm90_fp8/loader.cuh",
         "tile.row, tile.row + tile.rows - 1, work.blocks",
         "tile.row, tile.row, work.blocks",
         "the oracle says|in the mean|LSE|deadlock",
@@ -260,7 +260,7 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "NaN of V reach rows from which a program masks them",
         "forward/sm90_fp8/consumer.cuh",
-        " || !program_visible(head(work), row, key)",
+        " && program_visible(head(work), row, key)",
         "",
         "the oracle says",
     ],

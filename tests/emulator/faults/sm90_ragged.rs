@@ -12,6 +12,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 
 const CONSUMER: &str = "forward/sm90_ragged/consumer.cuh";
+const EPILOGUE: &str = "forward/sm90_ragged/epilogue.cuh";
 const OPERANDS: &str = "forward/sm90_ragged/operands.cuh";
 const PAGES: &str = "forward/sm90_ragged/pages.cuh";
 const PIECES: &str = "forward/sm90_ragged/pieces.cuh";
@@ -129,13 +130,13 @@ pub const SM90_RAGGED: &[Fault] = &[
     [
         "Q of another sequence",
         OPERANDS,
-        "tma_load(to, args.q, full, kEvictFirst, chunk * 64, 0, tile.q_row +",
-        "tma_load(to, args.q, full, kEvictFirst, chunk * 64, 0, tile.q_row / 2 +",
+        "tma_load(to, args.q, full, kEvictFirst, chunk * kChunkColumns, 0, tile.q_row +",
+        "tma_load(to, args.q, full, kEvictFirst, chunk * kChunkColumns, 0, tile.q_row / 2 +",
         "the oracle says",
     ],
     [
         "O over the rows of the next sequence",
-        OPERANDS,
+        EPILOGUE,
         "if (rows == 64) {",
         "if (true) {",
         "the oracle says|was written|not the same bits",
