@@ -327,9 +327,6 @@ struct Consumer {
             const int row = first + h * 8;
             const bool live = row < work.tile.rows;
             if (!live && !kIsE4m3<OutputElement>) continue;
-            if (live && args.forward.lse != nullptr && lane() % 4 == 0) {
-                store_lse(args, work.tile, work.tile.row + row, log_sum_exp[h]);
-            }
             const float by = inverse[h] * o_scale;
 #pragma unroll
             for (int i = 0; kMarkEmpty && i < kColumnsV / 4; i++) {
@@ -349,6 +346,10 @@ struct Consumer {
 #endif
                 }
             });
+            // A branch, and so behind the columns (output_fp8.cuh).
+            if (live && args.forward.lse != nullptr && lane() % 4 == 0) {
+                store_lse(args, work.tile, work.tile.row + row, log_sum_exp[h]);
+            }
         }
     }
 
