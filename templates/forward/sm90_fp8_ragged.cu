@@ -2,8 +2,8 @@
 
 // forward/sm90_fp8 for ragged batches: sequences of lengths that the device alone knows, their queries packed or in a
 // batch, their keys packed, in slots of a dense cache or in pages. Softmax, products and the transposition of V are
-// those of forward/sm90_fp8; how a thread block finds its tiles (table.cuh), and where rows and keys lie (pages.cuh),
-// are those of forward/sm90_ragged. Keys are not split.
+// those of forward/sm90_fp8; how a thread block finds its tiles (table.cuh), where rows and keys lie (pages.cuh),
+// and what becomes of pieces of tiles (pieces.cuh), are those of forward/sm90_ragged.
 
 <% include "lib/cuda/attention/types.cuh" %>
 <% include "lib/cuda/attention/abi.cuh" %>
@@ -37,7 +37,7 @@ constexpr bool kPackGroup = @{ pack_group }@;  // heads of a KV head share tiles
 // What depends on how sequences lie in memory.
 constexpr int kEntries = @{ table_entries }@;  // of the tile table
 constexpr int kBytesTable = @{ table_bytes }@;
-constexpr bool kSplits = false;
+constexpr bool kSplits = true;                 // whether tiles are cut into pieces (table.cuh)
 
 <% include "lib/cuda/ptx/shared_memory.cuh" %>
 <% include "lib/cuda/ptx/mbarrier.cuh" %>
@@ -64,7 +64,7 @@ using KernelArgs = WithSide<Sm90Args>;
 
 <% include "lib/cuda/attention/e4m3_scales.cuh" %>
 <% include "lib/cuda/attention/output_fp8.cuh" %>
-constexpr int kBytesSlot = round_up(int(sizeof(WorkTile)) + 20, 16);
+constexpr int kBytesSlot = round_up(int(sizeof(WorkTile)) + 36, 16);
 constexpr int kBytesBehind = kBytesTable + round_up(kStages * 4, 16);  // and of each stage of K its keys of no page
 <% include "forward/sm90_fp8/layout.cuh" %>
 <% include "forward/sm90_ragged/table.cuh" %>
@@ -75,6 +75,8 @@ constexpr int kBytesBehind = kBytesTable + round_up(kStages * 4, 16);  // and of
 <% include "forward/sm90_fp8_ragged/loader.cuh" %>
 <% include "forward/sm90_fp8/transpose.cuh" %>
 <% include "forward/sm90_fp8/softmax.cuh" %>
+<% include "forward/sm90_ragged/pieces.cuh" %>
+<% include "forward/sm90_fp8_ragged/merged.cuh" %>
 <% include "forward/sm90_fp8/consumer.cuh" %>
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)

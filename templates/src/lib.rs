@@ -100,6 +100,7 @@ pub const FILES: &[(&str, &str)] = files![
     "forward/sm90_fp8/transpose.cuh",
     "forward/sm90_fp8_ragged.cu",
     "forward/sm90_fp8_ragged/loader.cuh",
+    "forward/sm90_fp8_ragged/merged.cuh",
     "forward/sm90_fp8_ragged/operands.cuh",
     "forward/sm90_fp8_ragged/scheduler.cuh",
     "forward/sm90_ragged.cu",

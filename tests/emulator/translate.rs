@@ -130,8 +130,11 @@ impl Statement {
         }
         if let Some(guard) = name.strip_prefix('@') {
             let (not, predicate) = guard.strip_prefix('!').map_or(("", guard), |p| ("!", p));
-            let label = operands.trim().strip_prefix("bra ").ok_or_else(|| format!("guarded `{operands}`"))?;
-            return Ok(format!("if ({not}ptx_{predicate}) goto {label}"));
+            let guarded = match operands.trim().strip_prefix("bra ") {
+                Some(label) => format!("goto {label}"),
+                None => self.instruction(operands.trim())?,
+            };
+            return Ok(format!("if ({not}ptx_{predicate}) {guarded}"));
         }
         let mut call = name.replace("::", "__").replace('.', "_");
         let mut arguments = Vec::new();

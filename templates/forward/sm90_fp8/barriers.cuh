@@ -5,7 +5,7 @@
             VPipeline::init(smem, s, kTransposers, kConsumers * 4);
         }
         for (int s = 0; s < kRawStages; s++) RawPipeline::init(smem, s, 1, kTransposers);
-        store_shared_4(Layout::met_nan_at(smem), 0);
+        store_shared_4(Layout::met_non_finite_at(smem), 0);
         for (int s = 0; s < 2; s++) WorkPipeline::init(smem, s, 1, kTransposers + kConsumers * 4);
         mbarrier_init_fence();
     }

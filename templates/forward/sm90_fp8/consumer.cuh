@@ -18,6 +18,7 @@ struct Consumer {
     Output o;
     RowSoftmax softmax;
     KeysWithoutPage without_page;  // of the block whose scores are at hand
+    Merged merged;                 // of the tile at hand
     ProgramKept kept;     // of the tile at hand
     RowFactors<2> unit;   // where a program changes the scores, what takes them to natural units
     ScoreCap cap;         // where it caps them
@@ -320,7 +321,7 @@ struct Consumer {
             sinks[h] = program_sink(head(work), min_of(first_row(work) + h * 8, FT_SIZES(args, work.tile).q_len - 1));
         }
         softmax.finish(c, sinks, inverse, log_sum_exp);
-        if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_special(work, inverse);
+        if (kMasks && (merged.met || read_flag(Layout::met_non_finite_at(smem)) != 0)) restore_special(work, inverse);
         const int first = id * 64 + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -364,7 +365,7 @@ struct Consumer {
         if (kTakeTurns && id + 1 == kConsumers) pass_turn();
 #pragma unroll 1
         while (true) {
-            const Work work = schedule.next(args);
+            const Work work = schedule.next<true>(args);
             if (!work.live) break;
             const float scale = score_scale(args, work.tile);
             RowFactors<2> c;
@@ -384,7 +385,10 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < kColumnsV / 2; i++) o[i] = 0.0f;
             if (work.blocks.begin < work.blocks.end) attend(work, scale, c);
-            write(work, c, value_scale(args, work.tile) * output_scale<OutputElement>(args.forward));
+            const Work done = schedule.again(work);
+            merged.merge(args, done, id, o, softmax, c[0], smem);
+            if (!merged.writes) continue;
+            write(done, c, value_scale(args, done.tile) * output_scale<OutputElement>(args.forward));
         }
     }
     __device__ __forceinline__ void attend(const Work& work, float scale, const RowFactors<2>& c) {

@@ -42,17 +42,17 @@ struct Layout {
     static constexpr int kEmptyRaw = kFullRaw + kRawStages * 8;
     static constexpr int kFullV = kEmptyRaw + kRawStages * 8;
     static constexpr int kEmptyV = kFullV + kStages * 8;
-    static constexpr int kMetNan = kEmptyV + kStages * 8;     // whether masked blocks of V had any
+    static constexpr int kMetNonFinite = kEmptyV + kStages * 8;     // whether masked blocks of V had any
     // Behind all of that: of dense tensors scales of keys, those of each stage of K; of ragged batches the tile table.
-    static constexpr int kBehind = round_up(kMetNan + 8, 16);
+    static constexpr int kBehind = round_up(kMetNonFinite + 8, 16);
     static constexpr int kTable = kBehind;
-    static constexpr int kBytes = kBytesBehind > 0 ? kBehind + kBytesBehind : kMetNan + 8;
+    static constexpr int kBytes = kBytesBehind > 0 ? kBehind + kBytesBehind : kMetNonFinite + 8;
     // Those that a thread of a product needs lie side by side (consumer.cuh).
     static __device__ __forceinline__ u32 key_scales_at(u32 smem, int stage) {
         return smem + kBehind + stage * kBlockKV * 4;
     }
     static __device__ __forceinline__ u32 table_at(u32 smem) { return smem + kTable; }
-    static __device__ __forceinline__ u32 met_nan_at(u32 smem) { return smem + kMetNan; }
+    static __device__ __forceinline__ u32 met_non_finite_at(u32 smem) { return smem + kMetNonFinite; }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
 

@@ -51,3 +51,9 @@ __device__ __forceinline__ OutputElement* output_row(const KernelArgs& args, con
     const ForwardArgs& f = args.forward;
     return (OutputElement*)f.o + tile.batch * f.o_stride[0] + tile.head * f.o_stride[1] + i64(row) * f.o_stride[2];
 }
+
+// A tile is one piece: what comes of the others' is nothing.
+struct Merged {
+    bool writes = true, met = false;
+    template <typename... Any> __device__ __forceinline__ void merge(const Any&...) {}
+};

@@ -50,7 +50,7 @@ struct Schedule {
     WorkPipeline slots;
     __device__ __forceinline__ explicit Schedule(u32 smem) : smem(smem) {}
 
-    __device__ __forceinline__ Work next(const KernelArgs& args) {
+    template <bool kKeeps> __device__ __forceinline__ Work next(const KernelArgs& args) {
         slots.wait(smem);
         const u32 index = load_shared_4(slots.buffer(smem));
         BlockRange by_program{};
@@ -62,4 +62,6 @@ struct Schedule {
         if (kProgramMask) work.blocks = by_program;
         return work;
     }
+    // The tile that was read last, which is kept in registers.
+    __device__ __forceinline__ const Work& again(const Work& work) const { return work; }
 };

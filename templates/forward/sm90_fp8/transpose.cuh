@@ -44,7 +44,7 @@ __device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, in
     VPipeline v;
 #pragma unroll 1
     while (true) {
-        const Work work = schedule.next(args);
+        const Work work = schedule.next<false>(args);
         if (!work.live) break;
 #pragma unroll 1
         for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, in
             clear_behind_last(work, n, raw.buffer(smem), warp);
             v.acquire(smem);
             if (kMasks && is_masked<kMaskedFirst>(work.blocks, n)) {
-                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(Layout::met_nan_at(smem));
+                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(Layout::met_non_finite_at(smem));
             } else {
                 transpose_block<false>(raw.buffer(smem), v.buffer(smem), warp);
             }

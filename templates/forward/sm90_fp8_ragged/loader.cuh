@@ -12,17 +12,19 @@ __device__ __forceinline__ void load(const KernelArgs& args, u32 smem) {
 #pragma unroll 1
     for (u32 taken = 1;; taken++) {
         const Work work = work_at(args, smem, index);
-        if (leads) {
+        // Items without rows are nothing.
+        const bool empty = work.live && work.tile.rows == 0;
+        if (leads && !empty) {
             slots.acquire(smem);
             write_slot(slots.buffer(smem), work);
             slots.commit(smem);
         }
-        slots.advance();
+        if (!empty) slots.advance();
         if (!work.live) break;
         const WorkTile& tile = work.tile;
         const Pages pages(f, tile.batch);
 #pragma unroll 1
-        for (int n = work.blocks.end - 1; n >= work.blocks.begin; n--) {
+        for (int n = work.blocks.end - 1; !empty && n >= work.blocks.begin; n--) {
             const LaneBox k_box = lane_box(args, pages, f.k_table, tile, n);
             const LaneBox v_box = f.v_table == f.k_table ? k_box : lane_box(args, pages, f.v_table, tile, n);
             const u32 none = keys_without_page(args, k_box);

@@ -204,7 +204,7 @@ pub const SM90_FP8: &[Fault] = &[
     [
         "NaN of V stay out",
         "forward/sm90_fp8/consumer.cuh",
-        "if (kMasks && read_flag(Layout::met_nan_at(smem)) != 0) restore_special(work, inverse);",
+        "if (kMasks && read_flag(Layout::met_non_finite_at(smem)) != 0) restore_special(work, inverse);",
         "",
         "the oracle says",
     ],

@@ -1,7 +1,8 @@
-//! Faults of what `forward/sm90_fp8_ragged` adds to `forward/sm90_fp8`: where rows, keys and scales of sequences lie.
+//! Faults of what `forward/sm90_fp8_ragged` adds to `forward/sm90_fp8`: where rows, keys and scales of sequences lie, and
+//! pieces of tiles, which cost nothing here: short sequences are split, too.
 
 use super::{Fault, replaced};
-use crate::ragged::try_ragged;
+use crate::ragged::{free_pieces, try_ragged};
 use flashtune::DType;
 use flashtune_codegen::{
     Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Schedule, Sm90Fp8RaggedSchedule, Sm90Fp8Schedule,
@@ -11,7 +12,9 @@ use flashtune_runtime::check::{Index, Most, RaggedBatch, ScaleForm, StoreLayout}
 use rand::Rng;
 use rand::rngs::StdRng;
 
+const CONSUMER: &str = "forward/sm90_fp8/consumer.cuh";
 const LOADER: &str = "forward/sm90_fp8_ragged/loader.cuh";
+const MERGED: &str = "forward/sm90_fp8_ragged/merged.cuh";
 const OPERANDS: &str = "forward/sm90_fp8_ragged/operands.cuh";
 const SCALES: &str = "lib/cuda/attention/e4m3_scales.cuh";
 const SCHEDULER: &str = "forward/sm90_fp8_ragged/scheduler.cuh";
@@ -68,6 +71,15 @@ pub const SM90_FP8_RAGGED: &[Fault] = &[
     ],
     ["a tile is skipped", SCHEDULER, "return gridDim.x + before;", "return gridDim.x + before + 1;", "the oracle says"],
     [
+        "sums of merged pieces count four times",
+        MERGED,
+        "threadIdx.x % 4 == 0 ? softmax.l[h] : 0.0f",
+        "softmax.l[h]",
+        "the oracle says",
+    ],
+    ["pieces begin with the tile", SCHEDULER, "w.blocks.begin = max_of(w.blocks.begin, begin);", "", "the oracle says"],
+    ["NaN that another of the pieces has met", CONSUMER, "(merged.met || read_flag", "(read_flag", "the oracle says"],
+    [
         "a stage is filled before all have left it",
         LOADER,
         "            k.acquire(smem);\n",
@@ -106,10 +118,15 @@ fn batch(problem: &Problem, what: &str, rng: &mut StdRng) -> RaggedBatch {
     let paged = RaggedBatch { index: Index::Table, shuffled: true, ..base.clone() };
     // Each sequence alone in its slots: what lies behind its last key is NaN.
     let slots = if seed.is_multiple_of(2) { Index::Slots } else { Index::Table };
+    let long = vec![[1 + seed as u32 % 30, 200 + seed as u32 % 100]];
     let filled = base.lengths.iter().map(|[rows, keys]| [*rows, (*keys).max(1)]).collect();
     match what {
         _ if what.contains("no page") => RaggedBatch { holes: true, ..paged },
         _ if what.contains("page") => RaggedBatch { own_v_table: true, ..paged },
+        _ if what.contains("NaN") => RaggedBatch { heads: 2, kv_heads: 1, lengths: long, nan: true, ..base },
+        _ if what.contains("piece") => {
+            RaggedBatch { heads: 2, kv_heads: 1, lengths: long, holes: false, nan: false, ..base }
+        }
         _ if what.contains("slots") => RaggedBatch { index: slots, holes: false, nan: false, lengths: filled, ..base },
         _ => base,
     }
@@ -119,9 +136,10 @@ fn batch(problem: &Problem, what: &str, rng: &mut StdRng) -> RaggedBatch {
 /// a search for NaN that finds any breaks down: a kernel that leaves them to it is right, and slow.
 pub fn verdict(set: &TemplateSet, number: u64, what: &str) -> String {
     let kernel = kernel();
+    let set = free_pieces(set);
     let set = match what.contains("slots") {
-        true => replaced(set, TRANSPOSE, "set_flag(Layout::met_nan_at(smem));", "__builtin_trap();"),
-        false => set.clone(),
+        true => replaced(&set, TRANSPOSE, "set_flag(Layout::met_non_finite_at(smem));", "__builtin_trap();"),
+        false => set,
     };
     let seen = try_ragged(&kernel, &set, 60, number, |rng| batch(&kernel.problem, what, rng));
     seen.err().unwrap_or_default()
@@ -133,7 +151,7 @@ fn batches_of_faults_pass_where_none_is_planted() {
     if !crate::machine::has_compiler() {
         return;
     }
-    for (seed, what) in (80..).zip(["slots", "no page", "page", "rows"]) {
+    for (seed, what) in (80..).zip(["slots", "no page", "page", "piece", "NaN", "rows"]) {
         assert_eq!(verdict(&crate::templates(), seed, what), "", "{what}");
     }
 }

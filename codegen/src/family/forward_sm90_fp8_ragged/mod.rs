@@ -1,9 +1,9 @@
 //! `forward/sm90_fp8_ragged`: `forward/sm90_fp8` for ragged batches, whose thread blocks find their tiles from lengths
-//! in device memory, as those of `forward/sm90_ragged` do. Keys are not split.
+//! in device memory, as those of `forward/sm90_ragged` do, or pieces of them.
 
 use super::account::{RaggedAccount, Usual};
 use super::fields::{Constants, Fields, Place};
-use super::forward_sm90_ragged::{TABLE_BYTES, TABLE_ENTRIES, ragged_tiling};
+use super::forward_sm90_ragged::{Pieces, TABLE_BYTES, TABLE_ENTRIES, ragged_tiling};
 use super::{Dtypes, KernelFamily, forward_sm90_fp8::Sm90Fp8Schedule};
 use crate::abi::ArgsLayout;
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
@@ -45,6 +45,10 @@ fn packs(problem: &Problem) -> bool {
 }
 
 impl Sm90Fp8RaggedSchedule {
+    fn pieces(&self) -> Pieces {
+        Pieces { consumers: self.0.consumers }
+    }
+
     fn tiling(&self, problem: &Problem, shape: &Shape) -> Result<Tiling> {
         let row_bytes = u64::from(problem.head_dim_qk + problem.head_dim_v);
         ragged_tiling(shape, packs(problem), self.0.block_q(), self.0.section_mib, row_bytes)
@@ -58,7 +62,7 @@ impl Sm90Fp8RaggedSchedule {
 }
 
 /// Bytes of a slot of the loader's, which holds a tile.
-const SLOT_BYTES: u32 = 64;
+const SLOT_BYTES: u32 = 80;
 
 impl KernelFamily for Sm90Fp8RaggedSchedule {
     const NAME: &'static str = "forward/sm90_fp8_ragged";
@@ -94,8 +98,7 @@ impl KernelFamily for Sm90Fp8RaggedSchedule {
         }
     }
 
-    /// Keys of a tile are not split: where rows are few, `forward/sm80_ragged` is, and reads keys of e4m3 as fast as
-    /// memory gives them.
+    /// Of few rows `forward/sm80_ragged` reads keys of e4m3 as fast as memory gives them.
     fn prefers(problem: &Problem, bucket: &ShapeBucket) -> bool {
         let rows = u64::from(bucket.q_len) * if packs(problem) { u64::from(bucket.group) } else { 1 };
         rows > FEW_ROWS && bucket.pages.demands() == Constraints::NONE
@@ -133,30 +136,30 @@ impl KernelFamily for Sm90Fp8RaggedSchedule {
             ("pack_group", packs(problem).to_string()),
             ("table_entries", TABLE_ENTRIES.to_string()),
             ("table_bytes", TABLE_BYTES.to_string()),
-            // Keys are not split.
-            ("pieces_per_block", "0".to_owned()),
-            ("piece_keys", "0".to_owned()),
-            ("merged_keys", "0".to_owned()),
         ]);
+        self.pieces().constants(problem, constants);
     }
 
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
         let tiling = self.tiling(problem, shape)?;
-        let main = Stage::of(StageEntry::MAIN, tiling.tiles as u32, self.0.threads(), self.smem_bytes(problem));
+        let pieces = self.pieces();
+        let grid = pieces.grid(tiling.tiles as u64, shape.kv_len, self.0.block_kv);
+        let main = Stage::of(StageEntry::MAIN, grid, self.0.threads(), self.smem_bytes(problem));
         let main = Stage { resident: Some(self.0.blocks_per_sm), ..main.starting_early() };
-        Ok(LaunchPlan::new([main], [Region { holds: Holds::TileCounter, bytes: 16 }], Some(tiling)))
+        let regions = [pieces.region(problem), Region { holds: Holds::TileCounter, bytes: 16 }];
+        Ok(LaunchPlan::new([main], regions, Some(tiling)))
     }
 
     fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
         let s = &self.0;
         let tiling = self.tiling(usual.problem, &usual.sizes.shape).ok()?;
+        let [split, merge] = self.pieces().told(usual.problem, usual.seen(s.block_q().into()));
         let split = format!(
-            "none: up to {} tiles of up to {} rows over {} thread blocks, the longest sequences first",
+            "up to {} tiles of up to {} rows over {} thread blocks, the longest sequences first; {split}",
             tiling.tiles,
             s.block_q(),
             usual.units * s.blocks_per_sm
         );
-        let merge = "none: a tile's keys are summed in one place".to_owned();
         Some(RaggedAccount { split, merge, pages: format!("TMA, {} keys a block: {}", s.block_kv, usual.index()) })
     }
 
@@ -165,7 +168,7 @@ impl KernelFamily for Sm90Fp8RaggedSchedule {
     }
 }
 
-/// Rows of a KV head up to which a call is left to the family that splits keys.
+/// Rows of a KV head up to which a call is left to the other family.
 const FEW_ROWS: u64 = 64;
 
 #[cfg(test)]

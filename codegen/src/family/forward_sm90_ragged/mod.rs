@@ -64,6 +64,75 @@ impl Sm90RaggedSchedule {
     }
 }
 
+/// Pieces of tiles ([`Holds::SplitKeys`]), of kernels with so many consumers.
+pub(super) struct Pieces {
+    pub(super) consumers: u32,
+}
+
+impl Pieces {
+    /// Pieces of tiles that a launch has at most, for each of its thread blocks: what their results take in memory.
+    /// Tiles of one warpgroup have few rows beside many keys, and sequences that differ most.
+    pub(super) fn most(&self) -> u32 {
+        if self.consumers == 1 { 4 } else { 2 }
+    }
+
+    /// What a piece costs beside its keys, in keys: its first loads, and its results on their way to memory and back.
+    pub(super) fn piece_keys(&self) -> u32 {
+        if self.consumers == 1 { 128 } else { 256 }
+    }
+
+    /// What each piece of a tile costs whoever is last, who reads all, in keys. Tiles of one warpgroup have few rows,
+    /// which its warps read beside each other: 60 of 512 keys and four of 16k to 100k, 32/8 heads on an H200, take 278
+    /// us, and 314 at the cost of 64 rows.
+    pub(super) fn merged_keys(&self) -> u32 {
+        if self.consumers == 1 { 8 } else { 48 }
+    }
+
+    /// Bytes of what a consumer leaves of a piece: of every thread its part of O, two references and two sums, in fp32.
+    pub(super) fn piece_bytes(&self, problem: &Problem) -> u32 {
+        128 * 4 * (problem.head_dim_v.next_multiple_of(16) / 2 + 4)
+    }
+
+    /// What templates know of them.
+    pub(super) fn constants(&self, problem: &Problem, constants: &mut Constants) {
+        constants.extend([
+            ("pieces_per_block", self.most().to_string()),
+            ("piece_keys", self.piece_keys().to_string()),
+            ("merged_keys", self.merged_keys().to_string()),
+            ("counter_bytes", SPLIT_COUNTER_BYTES.to_string()),
+            ("piece_bytes", self.piece_bytes(problem).to_string()),
+        ]);
+    }
+
+    /// Thread blocks of a launch of so many tiles at most: no more than the bounds allow key blocks of tiles, nor than
+    /// counters of their pieces.
+    pub(super) fn grid(&self, tiles: u64, kv_len: u32, block_kv: u32) -> u32 {
+        let blocks = u64::from(kv_len.div_ceil(block_kv)).max(1);
+        let most = SPLIT_COUNTER_BYTES / 4 / u64::from(self.most() * self.consumers);
+        (tiles * blocks).min(most) as u32
+    }
+
+    /// Their scratch memory, for each thread block.
+    pub(super) fn region(&self, problem: &Problem) -> Region {
+        let bytes = u64::from(self.most() * self.consumers * self.piece_bytes(problem));
+        Region { holds: Holds::SplitKeys, bytes }
+    }
+
+    /// What a call is told of them, whose tiles have so many keys.
+    pub(super) fn told(&self, problem: &Problem, seen: u64) -> [String; 2] {
+        let split = format!(
+            "where that leaves some idle, tiles of about {seen} keys are in up to {} pieces a thread block, at the same \
+             keys for all tiles of a sequence",
+            self.most()
+        );
+        let merge = format!(
+            "by whoever is last of a tile's pieces, in the order of the keys: {} bytes of fp32 each in scratch memory",
+            self.consumers * self.piece_bytes(problem)
+        );
+        [split, merge]
+    }
+}
+
 /// How a launch numbers tiles: the most that there can be, and the rows of keys that stay in L2 together.
 pub(super) fn ragged_tiling(
     shape: &Shape,
@@ -194,44 +263,30 @@ impl KernelFamily for Sm90RaggedSchedule {
         KernelFamily::constants(&self.0, problem, constants);
         constants.insert("table_entries", TABLE_ENTRIES.to_string());
         constants.insert("table_bytes", TABLE_BYTES.to_string());
-        constants.insert("pieces_per_block", self.pieces().to_string());
-        constants.insert("piece_keys", self.piece_keys().to_string());
-        constants.insert("merged_keys", self.merged_keys().to_string());
-        constants.insert("counter_bytes", SPLIT_COUNTER_BYTES.to_string());
-        constants.insert("piece_bytes", self.piece_bytes(problem).to_string());
+        self.pieces().constants(problem, constants);
     }
 
     fn plan(&self, problem: &Problem, shape: &Shape) -> Result<LaunchPlan> {
         let tiling = self.tiling(problem, shape)?;
         let smem = KernelFamily::resources(self, problem).smem_bytes;
-        // No more thread blocks than the bounds allow key blocks of tiles, nor than counters of their pieces.
-        let blocks = u64::from(shape.kv_len).div_ceil(self.0.block_kv.into()).max(1);
-        let most = SPLIT_COUNTER_BYTES / 4 / u64::from(self.pieces() * self.0.consumers);
-        let grid = (tiling.tiles as u64 * blocks).min(most) as u32;
+        let pieces = self.pieces();
+        let grid = pieces.grid(tiling.tiles as u64, shape.kv_len, self.0.block_kv);
         let main = Stage::of(StageEntry::MAIN, grid, self.0.threads(), smem).starting_early();
         let main = Stage { resident: Some(self.0.blocks_per_sm), ..main };
         let queue = self.0.scheduler == Sm90Scheduler::Queue;
         let counter = queue.then_some(Region { holds: Holds::TileCounter, bytes: 16 });
-        let bytes = u64::from(self.pieces() * self.0.consumers * self.piece_bytes(problem));
-        let pieces = Region { holds: Holds::SplitKeys, bytes };
-        Ok(LaunchPlan::new([main], std::iter::once(pieces).chain(counter), Some(tiling)))
+        Ok(LaunchPlan::new([main], std::iter::once(pieces.region(problem)).chain(counter), Some(tiling)))
     }
 
     fn ragged_account(&self, usual: &Usual<'_>) -> Option<RaggedAccount> {
         let s = &self.0;
         let tiling = self.tiling(usual.problem, &usual.sizes.shape).ok()?;
         let blocks = u64::from(usual.units * s.blocks_per_sm);
-        let (tiles, seen) = (tiling.tiles, usual.seen(s.block_q().into()));
+        let tiles = tiling.tiles;
+        let [split, merge] = self.pieces().told(usual.problem, usual.seen(s.block_q().into()));
         let split = format!(
-            "up to {tiles} tiles of up to {} rows over {blocks} thread blocks, the longest sequences first; where that \
-             leaves some idle, tiles of about {seen} keys are in up to {} pieces a thread block, at the same keys \
-             for all tiles of a sequence",
-            s.block_q(),
-            self.pieces()
-        );
-        let merge = format!(
-            "by whoever is last of a tile's pieces, in the order of the keys: {} bytes of fp32 each in scratch memory",
-            s.consumers * self.piece_bytes(usual.problem)
+            "up to {tiles} tiles of up to {} rows over {blocks} thread blocks, the longest sequences first; {split}",
+            s.block_q()
         );
         Some(RaggedAccount { split, merge, pages: format!("TMA, {} keys a block: {}", s.block_kv, usual.index()) })
     }
@@ -242,27 +297,8 @@ impl KernelFamily for Sm90RaggedSchedule {
 }
 
 impl Sm90RaggedSchedule {
-    /// Pieces of tiles that a launch has at most, for each of its thread blocks: what their results take in memory.
-    /// Tiles of one warpgroup have few rows beside many keys, and sequences that differ most.
-    fn pieces(&self) -> u32 {
-        if self.0.consumers == 1 { 4 } else { 2 }
-    }
-
-    /// What a piece costs beside its keys, in keys: its first loads, and its results on their way to memory and back.
-    fn piece_keys(&self) -> u32 {
-        if self.0.consumers == 1 { 128 } else { 256 }
-    }
-
-    /// What each piece of a tile costs whoever is last, who reads all, in keys. Tiles of one warpgroup have few rows,
-    /// which its warps read beside each other: 60 of 512 keys and four of 16k to 100k, 32/8 heads on an H200, take 278
-    /// us, and 314 at the cost of 64 rows.
-    fn merged_keys(&self) -> u32 {
-        if self.0.consumers == 1 { 8 } else { 48 }
-    }
-
-    /// Bytes of what a consumer leaves of a piece: of every thread its part of O, two references and two sums, in fp32.
-    fn piece_bytes(&self, problem: &Problem) -> u32 {
-        128 * 4 * (problem.head_dim_v.next_multiple_of(16) / 2 + 4)
+    fn pieces(&self) -> Pieces {
+        Pieces { consumers: self.0.consumers }
     }
 
     /// From the default of `forward/sm90` for as many tiles whose sequences are as long as the usual one: the largest
