@@ -175,6 +175,11 @@ impl Problem {
         self.output.unwrap_or(self.dtype)
     }
 
+    /// Bytes of an element of Q, K and V, and of one of O.
+    pub fn element_bytes(&self) -> [usize; 2] {
+        [self.dtype, self.output_dtype()].map(DType::bytes)
+    }
+
     /// The same problem with O of an element type.
     pub fn with_output(self, dtype: DType) -> Self {
         Self { output: (dtype != self.dtype).then_some(dtype), ..self }

@@ -64,11 +64,12 @@ impl Shape {
         2.0 * pairs * (head_dim_qk + head_dim_v) as f64 * self.batch as f64 * self.heads as f64
     }
 
-    /// The fewest bytes a forward pass can move: Q, K, V read once and O written once.
-    pub fn forward_bytes(&self, head_dim_qk: u32, head_dim_v: u32, element: usize) -> f64 {
-        let q = self.heads as f64 * self.q_len as f64 * (head_dim_qk + head_dim_v) as f64;
-        let kv = self.kv_heads as f64 * self.kv_len as f64 * (head_dim_qk + head_dim_v) as f64;
-        self.batch as f64 * (q + kv) * element as f64
+    /// The fewest bytes a forward pass can move: Q, K, V read once and O written once, of elements of so many bytes.
+    pub fn forward_bytes(&self, head_dim_qk: u32, head_dim_v: u32, [operand, output]: [usize; 2]) -> f64 {
+        let bytes = |dim: u32, element: usize| dim as f64 * element as f64;
+        let rows = self.heads as f64 * self.q_len as f64 * (bytes(head_dim_qk, operand) + bytes(head_dim_v, output));
+        let keys = self.kv_heads as f64 * self.kv_len as f64 * bytes(head_dim_qk + head_dim_v, operand);
+        self.batch as f64 * (rows + keys)
     }
 }
 

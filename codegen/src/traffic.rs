@@ -51,10 +51,12 @@ impl Kernel {
     pub fn traffic(&self, shape: &Shape, units: u32, cache_bytes: u64) -> Traffic {
         let p = &self.problem;
         let walk = self.schedule.walk(p, shape);
-        let row = (p.head_dim_qk + p.head_dim_v) as f64 * p.dtype.bytes() as f64;
+        let [operand, output] = p.element_bytes().map(|bytes| bytes as f64);
+        let row = f64::from(p.head_dim_qk + p.head_dim_v) * operand;
+        let row_of_ends = f64::from(p.head_dim_qk) * operand + f64::from(p.head_dim_v) * output;
         let kv_heads = shape.batch as f64 * shape.kv_heads as f64;
         let visits = Visits::of(shape, walk.queries, walk.block_kv);
-        let ends = shape.batch as f64 * shape.heads as f64 * shape.q_len as f64 * row;
+        let ends = shape.batch as f64 * shape.heads as f64 * shape.q_len as f64 * row_of_ends;
         // The last key block may be a part of one.
         let rows = (visits.total * walk.block_kv as f64).min(visits.tiles * shape.kv_len as f64);
         let loads = walk.heads * rows * row;
@@ -124,7 +126,7 @@ mod tests {
         let row = 2.0 * 128.0 * 2.0;
         assert_eq!(t.tile_bytes, 16.0 * (1024.0 + 8.0 * 1000.0) * row);
         // K and V of four KV heads are 2 MB: they stay in the cache, and memory moves the ideal.
-        assert_eq!(t.memory_bytes, s.forward_bytes(128, 128, 2));
+        assert_eq!(t.memory_bytes, s.forward_bytes(128, 128, [2; 2]));
     }
 
     #[test]
@@ -132,7 +134,7 @@ mod tests {
         let s = shape(32768, 32768, Mask::Full);
         let of = |order, cache| kernel(MaskKind::FULL, order).traffic(&s, 132, cache);
         // One head at a time: 16 MB of K and V; all four: 64 MB.
-        let ideal = s.forward_bytes(128, 128, 2);
+        let ideal = s.forward_bytes(128, 128, [2; 2]);
         assert_eq!(of(TileOrder::HeadMajor, 20 << 20).memory_bytes, ideal);
         assert_eq!(of(TileOrder::BlockMajor, 80 << 20).memory_bytes, ideal);
         for (order, cache) in [(TileOrder::HeadMajor, 10 << 20), (TileOrder::BlockMajor, 20 << 20)] {
@@ -165,7 +167,7 @@ mod tests {
             Kernel { problem, schedule, arch: Arch::Sm(sm) }.traffic(&decode, 132, 0).tile_bytes
         };
         // Four query heads to a KV head.
-        assert_eq!(of(true), decode.forward_bytes(128, 128, 2));
+        assert_eq!(of(true), decode.forward_bytes(128, 128, [2; 2]));
         assert!((3.9..4.1).contains(&(of(false) / of(true))));
     }
 

@@ -263,7 +263,7 @@ pub fn no_graphs() -> CodegenError {
 /// [`Error::Device`] with both numbers.
 pub fn require_room(device: &DeviceFingerprint, problem: &Problem, shape: &Shape) -> Result<()> {
     let DeviceFingerprint { memory_bytes, name, .. } = device;
-    let needed = shape.forward_bytes(problem.head_dim_qk, problem.head_dim_v, problem.dtype.bytes());
+    let needed = shape.forward_bytes(problem.head_dim_qk, problem.head_dim_v, problem.element_bytes());
     if *memory_bytes == 0 || needed <= *memory_bytes as f64 {
         return Ok(());
     }

@@ -493,6 +493,27 @@ fn hopper_kernels_of_e4m3_compile_with_few_spills() {
     compile_all(&programs, 128);
 }
 
+/// The same over pages and packs, of e4m3 and e5m2: tiles are read again from shared memory behind the products.
+#[test]
+fn hopper_kernels_of_e4m3_in_ragged_batches_compile_with_few_spills() {
+    if common::nvrtc_or_skip("hopper_kernels_of_e4m3_in_ragged_batches_compile_with_few_spills").is_none() {
+        return;
+    }
+    let mut kernels = Vec::new();
+    for (i, dim) in [64, 128, 256, 128, 192].into_iter().enumerate() {
+        let problem = Problem::forward(DType::E4m3, dim, MaskKind::ALL[i % 4]).unwrap();
+        let element = [KvElement::E4m3, KvElement::E5m2][i % 2];
+        let store = KvStore { element, ..KvStore::default() };
+        let problem = problem.with_output(DType::OUTPUTS_OF_E4M3[i % 4]).with_kv(KvKind::Ragged(store));
+        let problem = match i {
+            3 => problem.with_program(Program::parse("s: float[heads]; sink = s[h];").unwrap()),
+            _ => problem,
+        };
+        kernels.push(default_kernel(Family::ForwardSm90Fp8Ragged, problem, arch("sm_90a"), 1024));
+    }
+    compile_all(&kernels, 80);
+}
+
 /// What no card has run: forward/sm80 on sm_75, and e4m3 by mma.sync.
 #[test]
 fn emulated_paths_compile_without_spills() {

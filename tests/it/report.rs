@@ -182,7 +182,7 @@ fn the_peers_script_counts_work_as_the_library_does() {
             let dtype: DType = case["dtype"].as_str().unwrap().parse().unwrap();
             let (qk, v) = (size("head_dim_qk"), size("head_dim_v"));
             assert_eq!(number(&case["flops"]), shape.forward_flops(qk, v), "{case}");
-            assert_eq!(number(&case["ideal_bytes"]), shape.forward_bytes(qk, v, dtype.bytes()), "{case}");
+            assert_eq!(number(&case["ideal_bytes"]), shape.forward_bytes(qk, v, [dtype.bytes(); 2]), "{case}");
         }
     }
 }

@@ -292,7 +292,7 @@ pub(crate) fn run(
         // Five products where a forward pass has two.
         flops: 2.5 * s.forward_flops(p.head_dim_qk, p.head_dim_v),
         // Each tensor and its gradient.
-        ideal_bytes: 2.0 * s.forward_bytes(p.head_dim_qk, p.head_dim_v, element),
+        ideal_bytes: 2.0 * s.forward_bytes(p.head_dim_qk, p.head_dim_v, [element; 2]),
         scores_bytes: scores * element as f64,
         aim: None,
         conditions: None,

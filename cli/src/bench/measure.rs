@@ -188,7 +188,7 @@ impl<'a> Contest<'a> {
             suite: "forward".to_owned(),
             case: facts(&self.case),
             flops: s.forward_flops(p.head_dim_qk, p.head_dim_v) * self.part,
-            ideal_bytes: s.forward_bytes(p.head_dim_qk, p.head_dim_v, element),
+            ideal_bytes: s.forward_bytes(p.head_dim_qk, p.head_dim_v, p.element_bytes()),
             scores_bytes: pairs * element as f64,
             aim: None,
             conditions: None,

@@ -1,5 +1,5 @@
-//! `forward/cpu_e4m3`, and `forward/cpu_ragged` of e4m3 queries, within the bound of kernels that round P, and the faults
-//! that this check finds in them.
+//! `forward/cpu_e4m3`, and `forward/cpu_ragged` of e4m3 queries, within the bound of kernels that round P, and the
+//! faults that this check finds in them.
 
 use super::*;
 use crate::CpuDevice;

@@ -42,14 +42,14 @@ struct Values {
     __device__ __forceinline__ const u8* at(int key) const { return rows + key * stride; }
 };
 
-__device__ __forceinline__ void store_lse(const KernelArgs& args, const Tile& tile, int row, float lse) {
+__device__ __forceinline__ void store_lse(const KernelArgs& args, const Tile& tile, i64 row, float lse) {
     const ForwardArgs& f = args.forward;
     f.lse[(i64(tile.batch) * f.heads + tile.head) * f.q_len + row] = lse;
 }
 // Row of O, counted as those of Q.
-__device__ __forceinline__ OutputElement* output_row(const KernelArgs& args, const Tile& tile, int row) {
+__device__ __forceinline__ OutputElement* output_row(const KernelArgs& args, const Tile& tile, i64 row) {
     const ForwardArgs& f = args.forward;
-    return (OutputElement*)f.o + tile.batch * f.o_stride[0] + tile.head * f.o_stride[1] + i64(row) * f.o_stride[2];
+    return (OutputElement*)f.o + tile.batch * f.o_stride[0] + tile.head * f.o_stride[1] + row * f.o_stride[2];
 }
 
 // A tile is one piece: what comes of the others' is nothing.

@@ -52,7 +52,8 @@ __device__ __forceinline__ void transpose_v(const KernelArgs& args, u32 smem, in
             clear_behind_last(work, n, raw.buffer(smem), warp);
             v.acquire(smem);
             if (kMasks && is_masked<kMaskedFirst>(work.blocks, n)) {
-                if (transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp)) set_flag(Layout::met_non_finite_at(smem));
+                const bool met = transpose_block<true>(raw.buffer(smem), v.buffer(smem), warp);
+                if (met) set_flag(Layout::met_non_finite_at(smem));
             } else {
                 transpose_block<false>(raw.buffer(smem), v.buffer(smem), warp);
             }

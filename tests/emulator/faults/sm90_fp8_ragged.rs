@@ -1,5 +1,5 @@
-//! Faults of what `forward/sm90_fp8_ragged` adds to `forward/sm90_fp8`: where rows, keys and scales of sequences lie, and
-//! pieces of tiles, which cost nothing here: short sequences are split, too.
+//! Faults of what `forward/sm90_fp8_ragged` adds to `forward/sm90_fp8`: where rows, keys and scales of sequences lie,
+//! and pieces of tiles, which cost nothing here: short sequences are split, too.
 
 use super::{Fault, replaced};
 use crate::ragged::{free_pieces, try_ragged};

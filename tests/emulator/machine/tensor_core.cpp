@@ -93,7 +93,8 @@ struct Descriptor {
                     const u32 outer = first + i;
                     const u32 at = swizzle_128(start + outer % 8 * 128 + outer / 8 * stride + j);
                     const u8* const x = read_async(who, at, 16);
-                    for (u32 e = 0; e < 16; e++) to[j + e][i] = format == Format::e5m2 ? from_e5m2(x[e]) : from_e4m3(x[e]);
+                    const auto value = format == Format::e5m2 ? from_e5m2 : from_e4m3;
+                    for (u32 e = 0; e < 16; e++) to[j + e][i] = value(x[e]);
                 }
             }
             return;

@@ -56,7 +56,7 @@ impl Inputs {
         let p = &self.problem;
         // The last page of a sequence may be nearly empty.
         let kv_len = self.shape.kv_len.saturating_add(self.pages.tokens().unwrap_or(0));
-        let bytes = Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.dtype.bytes()) as u64;
+        let bytes = Shape { kv_len, ..self.shape }.forward_bytes(p.head_dim_qk, p.head_dim_v, p.element_bytes()) as u64;
         bytes * if self.is_backward() { 2 } else { 1 }
     }
 }

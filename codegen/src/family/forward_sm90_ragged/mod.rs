@@ -121,8 +121,8 @@ impl Pieces {
     /// What a call is told of them, whose tiles have so many keys.
     pub(super) fn told(&self, problem: &Problem, seen: u64) -> [String; 2] {
         let split = format!(
-            "where that leaves some idle, tiles of about {seen} keys are in up to {} pieces a thread block, at the same \
-             keys for all tiles of a sequence",
+            "where that leaves some idle, tiles of about {seen} keys are in up to {} pieces a thread block, at the \
+             same keys for all tiles of a sequence",
             self.most()
         );
         let merge = format!(

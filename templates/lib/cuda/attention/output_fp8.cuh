@@ -25,9 +25,9 @@ __device__ __forceinline__ void store_columns(Element* to, bool live, const Colu
 __device__ __forceinline__ u32 four_e4m3(const float (&x)[4]) {
     return u32(pack_e4m3(x[0], x[1])) | u32(pack_e4m3(x[2], x[3])) << 16;
 }
-// Of e4m3 neighbouring threads exchange columns, so that four of them write 32 bytes side by side. By whole warps, whose
-// stores have predicates and no branches: behind a branch NVRTC 13.0 keeps descriptors of products in vector registers,
-// from which 47 R2UR a step bring them (D128, causal, 16k on an H200: 1255 us, 1172 without).
+// Of e4m3 neighbouring threads exchange columns, so that four of them write 32 bytes side by side. By whole warps,
+// whose stores have predicates and no branches: behind a branch NVRTC 13.0 keeps descriptors of products in vector
+// registers, from which 47 R2UR a step bring them (D128, causal, 16k on an H200: 1255 us, 1172 without).
 template <int kGroups, typename Columns>
 __device__ __forceinline__ void store_columns(e4m3* to, bool live, const Columns& columns) {
     const bool odd = threadIdx.x % 2 != 0;
