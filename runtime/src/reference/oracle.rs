@@ -164,13 +164,13 @@ pub fn oracle_of(q: &HostTensor, k: &HostTensor, v: &HostTensor, attention: &Att
             .zip(&ids[part.clone()])
             .for_each(|(((o, lse), scales), id)| {
                 let live = live(id);
-                let rows = (live.start - used.start) as usize..(live.end.max(used.start) - used.start) as usize;
                 let mut bound = program.map(|(p, data)| Bound::of_checked(p, &sizes, data, Precision::F64));
                 let sink = bound.as_mut().and_then(|b| b.sink(sequence + id.batch, id.head, id.row));
                 if live.is_empty() {
                     *lse = sink.unwrap_or(f64::NEG_INFINITY);
                     return;
                 }
+                let rows = (live.start - used.start) as usize..(live.end - used.start) as usize;
                 let mut row = vec![0.0f32; dim_qk];
                 q.read_row([id.batch as usize, id.head as usize, id.row as usize], &mut row);
                 let row: Vec<f64> = row.into_iter().map(f64::from).collect();
