@@ -61,8 +61,11 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
                 let plain = Problem::forward_qk_v(dtype, qk, v, mask).expect("the dims above are supported");
                 let problem = match dtype {
                     DType::E4m3 => {
-                        let store = store(nth / 4);
-                        let store = KvStore { element: store.element.beside(dtype), ..store };
+                        // Of every head dim stores of all elements; of every other one also scales of tokens.
+                        let element = [KvElement::E4m3, KvElement::E5m2, KvElement::E4m3, KvElement::Int8][nth % 4];
+                        let per_token = nth / 16 % 2 == 1 && nth % 4 == 2;
+                        let scales = if per_token { KvScales::PerToken } else { KvScales::PerHead };
+                        let store = KvStore { element, scales, v_columns: nth / 16 == 3 && nth % 4 == 0 };
                         let output = DType::OUTPUTS_OF_E4M3[nth % DType::OUTPUTS_OF_E4M3.len()];
                         plain.with_output(output).with_kv(KvKind::Ragged(store))
                     }
