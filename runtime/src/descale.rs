@@ -149,11 +149,7 @@ impl ForwardCall {
                 let found = format!("{:?}", scale.strides);
                 return Err(error(name, "strides", found, "strides are not negative", "make the tensor contiguous"));
             }
-            if !shape.contains(&0) && (scale.address == 0 || !scale.address.is_multiple_of(4)) {
-                let expected = "a multiple of 4 bytes, not null";
-                return Err(error(name, "address", format!("{:#x}", scale.address), expected, "allocate it first"));
-            }
-            Ok(())
+            if shape.contains(&0) { Ok(()) } else { check_fp32(name, scale.address) }
         };
         let all = [
             ("q_descale", descales.q, [batch, heads, q_len, qk]),
@@ -243,6 +239,7 @@ fn output_scale(problem: &Problem, address: u64) -> Result<u64> {
     Ok(address)
 }
 
+/// Refuses an address at which no fp32 can lie.
 fn check_fp32(name: &'static str, address: u64) -> Result<()> {
     if address == 0 || !address.is_multiple_of(4) {
         let expected = "a multiple of 4 bytes, not null";

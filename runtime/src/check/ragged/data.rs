@@ -267,7 +267,7 @@ impl RaggedData {
         self.args.o_stride = strides(self.problem.head_dim_v.into(), batch.head_major);
         let sequences = if queries.begins.is_some() { 1 } else { u64::from(self.shape.batch) };
         let all = (sequences * u64::from(batch.heads) * u64::from(queries.rows)) as usize;
-        let [size, of_o] = [self.problem.dtype, self.problem.output_dtype()].map(DType::bytes);
+        let [size, of_o] = self.problem.element_bytes();
         let vectors = |bytes: usize| vec![0xff; bytes.next_multiple_of(16)];
         self.parts.insert(Part::Q, vectors(all * self.problem.head_dim_qk as usize * size));
         self.parts.insert(Part::O, vectors(all * self.problem.head_dim_v as usize * of_o));
