@@ -5,6 +5,7 @@
 //! Two texts of different meaning never have the same hash. Where a text has something that this file does not follow
 //! (a tag other than a plain include, a raw string, a spliced comment opener), all of it counts as it stands.
 
+use memchr::{memchr, memchr2_iter, memchr3_iter, memmem};
 use std::collections::BTreeMap;
 
 /// More text than this is not followed: files that include each other twice over grow without end.
@@ -89,7 +90,8 @@ fn expand<'a>(
 /// Where the next tag opens. One pass: a search for each kind reads on to the end of the file for those that are not
 /// there.
 fn next_tag(text: &str) -> Option<usize> {
-    text.as_bytes().windows(2).position(|w| matches!(w, b"<%" | b"<#" | b"@{"))
+    let text = text.as_bytes();
+    memchr2_iter(b'<', b'@', text).find(|&at| matches!(text[at..], [b'<', b'%' | b'#', ..] | [b'@', b'{', ..]))
 }
 
 /// C or CUDA C without comments, blank lines and indentation. `None` where it is not certain what is a comment.
@@ -99,7 +101,7 @@ fn stripped(text: &str) -> Option<String> {
     let text = text.as_bytes();
     // A comment's opener in two lines, and a character in three.
     let doubtful = |rest: &[u8]| matches!(rest, [b'/', b'\\', b'\n', ..] | [b'\\', b'\r', ..] | [b'?', b'?', b'/', ..]);
-    if (0..text.len()).any(|at| doubtful(&text[at..])) {
+    if memchr3_iter(b'/', b'\\', b'?', text).any(|at| doubtful(&text[at..])) {
         return None;
     }
     let mut out: Vec<u8> = Vec::with_capacity(text.len());
@@ -179,7 +181,7 @@ pub(crate) fn tokens(text: &str) -> String {
 fn line_comment(text: &[u8]) -> usize {
     let mut end = 0;
     loop {
-        end += text[end..].iter().position(|b| *b == b'\n').unwrap_or(text.len() - end);
+        end += memchr(b'\n', &text[end..]).unwrap_or(text.len() - end);
         if end == text.len() || !text[..end].trim_ascii_end().ends_with(b"\\") {
             return end;
         }
@@ -208,7 +210,7 @@ fn in_header_name(out: &[u8]) -> bool {
 }
 
 fn find(text: &[u8], word: &[u8]) -> Option<usize> {
-    text.windows(word.len()).position(|w| w == word)
+    memmem::find(text, word)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use crate::cases::Case;
 use crate::faults::replaced;
 use crate::machine::Emulated;
 use crate::schedules::{random_sm80, random_sm80_f32, random_sm90};
-use crate::{machine, templates, try_each};
+use crate::{machine, templates, try_recorded};
 use flashtune::{DType, Distribution, Mask, Problem, Program};
 use flashtune_codegen::{Arch, Family, Kernel, MaskKind, Precision, Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::{BackwardCase, CheckInputs, Poison};
@@ -69,7 +69,7 @@ fn forward_kernel(number: u64) -> Kernel {
 #[test]
 fn rows_far_from_zero_attend_to_all_keys_alike() {
     let templates = templates();
-    try_each(0..4 * PROGRAMS.len() as u64, Duration::MAX, |n| try_forward(&forward_kernel(n), &templates, n));
+    try_recorded(0..4 * PROGRAMS.len() as u64, Duration::MAX, |n| try_forward(&forward_kernel(n), &templates, n));
 }
 
 fn backward_kernel(number: u64) -> Kernel {
@@ -107,7 +107,7 @@ fn gradients_of_rows_far_from_zero_are_those_of_equal_weights() {
     let templates = templates();
     // Weights of one and not of one part in n, which a log-sum-exp alone says.
     let alone = replaced(&templates, "lib/cuda/attention/far_rows.cuh", "FarRow{m, logf(l)}", "FarRow{m, 0.0f}");
-    try_each(0..15, Duration::MAX, |number| {
+    try_recorded(0..15, Duration::MAX, |number| {
         let kernel = backward_kernel(number);
         let [right, wrong] = [&templates, &alone].map(|t| error_of_gradients(&kernel, t, number));
         let (right, wrong) = (right?, wrong?);

@@ -18,6 +18,7 @@ mod faults;
 mod gradient;
 mod machine;
 mod pads;
+mod passed;
 mod planted;
 mod quantise;
 mod quick;
@@ -82,10 +83,30 @@ fn try_kernel(
 /// Tries numbered kernels on all processors and fails if any is wrong.
 fn try_all(numbers: std::ops::Range<u64>, cases: u64, limit: Duration, kernel: impl Fn(u64) -> Kernel + Sync) {
     let templates = templates();
-    try_each(numbers, limit, |number| {
+    try_recorded(numbers, limit, |number| {
         let kernel = kernel(number);
         try_kernel(&kernel, &templates, cases, number, |rng| Case::random(&kernel, rng))
     });
+}
+
+/// The same, less most of the numbers of a test that passed before ([`passed`]).
+fn try_recorded(numbers: std::ops::Range<u64>, limit: Duration, one: impl Fn(u64) -> Result<(), String> + Sync) {
+    if !machine::has_compiler() {
+        return;
+    }
+    let test = passed::Test::of_this_thread();
+    let left_out = AtomicU64::new(0);
+    try_each(numbers, limit, |number| {
+        if test.as_ref().is_some_and(passed::Test::leaves_out) {
+            left_out.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        }
+        one(number)
+    });
+    println!("{} of them passed before", left_out.into_inner());
+    if let Some(test) = test {
+        test.passed();
+    }
 }
 
 /// Tries what numbers name on all processors and fails if any is wrong.
@@ -181,7 +202,7 @@ fn long_sums_of_f32() {
     let problem = Problem { precision: Precision::Tf32x3, ..problem };
     let schedule = faults::sm80_f32::schedule("");
     let kernel = Kernel { problem, schedule, arch: "sm_80".parse().expect("an arch") };
-    try_each(0..2, Duration::MAX, |number| {
+    try_recorded(0..2, Duration::MAX, |number| {
         let base = [faults::sm80_f32::GATHERED, faults::sm80_f32::LONG][number as usize];
         let sizes = [1, 2, 1, 20, 9000 + number as usize];
         try_kernel(&kernel, &templates(), 2, number, |rng| Case { sizes, seed: rng.random(), ..base })
@@ -202,7 +223,7 @@ fn search_with(on_ci: u64, one: impl Fn(u64) -> Result<(), String> + Sync) {
     let from = setting("EMULATE_FROM").unwrap_or(1);
     let count = if seconds.is_some() { 1 << 40 } else { on_ci };
     let limit = seconds.map_or(Duration::MAX, Duration::from_secs);
-    try_each(from..from + count, limit, one);
+    try_recorded(from..from + count, limit, one);
 }
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between

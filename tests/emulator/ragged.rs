@@ -5,7 +5,7 @@ use crate::cases::address;
 use crate::faults::replaced;
 use crate::machine::{self, Buffer, Emulated, Launch, map_bytes};
 use crate::side::Side;
-use crate::{DTYPES, PROGRAMS, search_with, setting, templates, try_each};
+use crate::{DTYPES, PROGRAMS, search_with, setting, templates, try_recorded};
 use flashtune::{DType, Distribution, Program};
 use flashtune_codegen::{
     Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
@@ -286,7 +286,7 @@ fn hopper_tiles_are_split_and_pages_end_anywhere() {
     let all = Mutex::new(Vec::new());
     // Defaults for the drafts of a decoder, and for chunks of a prompt.
     let kernels = [(64, 8, 12, 1), (128, 512, 40, 2)];
-    try_each(0..2, Duration::MAX, |number| {
+    try_recorded(0..2, Duration::MAX, |number| {
         let (dim, q_len, rows, consumers) = kernels[number as usize];
         let problem = Problem::forward(DType::Bf16, dim, MaskKind::FULL).expect("legal").with_kv(KvKind::RAGGED);
         let bucket = ShapeBucket { parallel: 16, group: 4, q_len, kv_len: 512, ..Default::default() };

@@ -5,7 +5,7 @@ use crate::backward::try_backward;
 use crate::cases::Case;
 use crate::faults::replaced;
 use crate::ragged::try_ragged;
-use crate::{planted, setting, templates, try_each, try_kernel};
+use crate::{planted, setting, templates, try_each, try_kernel, try_recorded};
 use flashtune::{DType, Program};
 use flashtune_codegen::{Family, Kernel, KvKind, MaskKind, Op, Problem, Schedule, ShapeBucket};
 use flashtune_runtime::check::{Most, RaggedBatch};
@@ -58,7 +58,7 @@ fn kernel(family: Family, arch: &str, is_ragged: bool, dtype: DType, text: &str)
 fn every_word_is_right_in_every_cuda_family() {
     let templates = templates();
     let calls = setting("EMULATE_CASES").unwrap_or(2);
-    try_each(0..(PATHS.len() * WORDS.len()) as u64, Duration::MAX, |number| {
+    try_recorded(0..(PATHS.len() * WORDS.len()) as u64, Duration::MAX, |number| {
         let (family, arch, is_ragged) = PATHS[number as usize % PATHS.len()];
         let [names, mask, score] = WORDS[number as usize / PATHS.len()];
         // This one has masks by rows alone.

@@ -33,7 +33,7 @@ fn an_exported_bundle_serves_an_empty_cache_sealed() {
 
     // Without any folder to name a cache in.
     let homeless = |args: &[&str]| {
-        let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+        let mut command = crate::common::command();
         for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_BUNDLES"] {
             command.env_remove(name);
         }
@@ -115,7 +115,7 @@ fn a_bundle_that_was_built_ahead_of_time_serves_sealed_as_untuned() {
     let args = [&["build"], SMALL, &["--arch", &arch, "--out", text(&folder)]].concat();
     place.json(&args);
     let explain = [&["explain"], SMALL, &["--policy", "sealed", "--cache", text(&folder)]].concat();
-    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let mut command = crate::common::command();
     let plan = json(command.args(["--device", "cpu", "--json"]).args(&explain).env("CC", NOWHERE));
     assert_eq!(plan[0]["status"]["kind"], "untuned", "{plan}");
 }

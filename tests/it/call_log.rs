@@ -21,7 +21,7 @@ fn replayed(place: &Place, line: &str, log: PathBuf) -> Vec<String> {
     let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
     let mut shell = Command::new("sh");
     shell.args(["-c", line]).env("PATH", path).env("FLASHTUNE_CACHE", place.cache());
-    shell.env("CC", crate::common::compiler::remembering()).env("FLASHTUNE_LOG_CALLS", &log);
+    shell.env("FLASHTUNE_LOG_CALLS", &log);
     let output = shell.output().unwrap();
     assert!(output.status.success(), "{line}\n{}", String::from_utf8_lossy(&output.stderr));
     lines(&log)

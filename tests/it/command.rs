@@ -8,7 +8,7 @@ use flashtune_runtime::compile::Nvrtc;
 
 /// What the bare command prints, without a cache and a device.
 fn printed(args: &[&str]) -> String {
-    let output = assert_cmd::Command::cargo_bin("flashtune").unwrap().args(args).output().unwrap();
+    let output = crate::common::command().args(args).output().unwrap();
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }

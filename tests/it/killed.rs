@@ -48,7 +48,7 @@ fn a_compilation_that_was_killed_is_cleared_away_by_a_later_process() {
     // Another process may be about to use what is young, whoever made it.
     let explain = [&["explain"], SMALL].concat();
     let explain_with_cache = |cache: &str| {
-        let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+        let mut command = crate::common::command();
         command.args(["--device", "cpu", "--cache"]).arg(place.path(cache)).args(&explain).env("TMPDIR", &temporary);
         assert!(command.output().unwrap().status.success());
     };

@@ -38,11 +38,11 @@ fn without_a_driver_the_cuda_device_says_so() {
         return;
     }
     let place = Place::new();
-    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let mut command = crate::common::command();
     let command = command.arg("--cache").arg(place.cache());
     fails(command.args(["explain", "--device", "cuda"]), 3, &["libcuda"]);
     // `auto` takes the CPU without a word about it being missing.
-    let mut auto = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let mut auto = crate::common::command();
     let auto = auto.arg("--cache").arg(place.cache()).args(["--device", "auto", "--json", "explain"]).args(SMALL);
     assert!(json(auto)[0]["arch"].as_str().unwrap().starts_with("cpu-"));
 }
@@ -202,7 +202,7 @@ fn a_closed_pipe_is_no_error() {
 fn a_build_that_takes_no_records_needs_no_cache_folder() {
     let place = Place::new();
     let bundle = place.path("built.ftb");
-    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let mut command = crate::common::command();
     for name in ["HOME", "XDG_CACHE_HOME", "FLASHTUNE_CACHE", "FLASHTUNE_TEMPLATES", "FLASHTUNE_BUNDLES"] {
         command.env_remove(name);
     }

@@ -81,7 +81,7 @@ fn a_path_that_is_no_utf8_can_be_told_in_json() {
     place.tune_small();
     told(place.flashtune(&["--json", "export"]).arg(odd("e")), "file");
     let tune = [&["--json", "tune"], common::SMALL, &["--trials", "1", "--budget-s", "5", "--cache"]].concat();
-    let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+    let mut command = crate::common::command();
     let json = common::json(command.args(["--device", "cpu"]).args(tune).arg(odd("c")));
     assert!(json["tuned"][0]["snapshot"].as_str().is_some_and(|path| path.contains('\u{fffd}')), "{json}");
 }

@@ -54,7 +54,7 @@ fn commands_of_the_pages_are_taken() {
         let parts = joined.lines().flat_map(|line| line.split(" && ")).map(str::trim);
         for line in parts.filter(|line| line.starts_with("flashtune ")) {
             let words = words(&with_variables(line));
-            let mut command = assert_cmd::Command::cargo_bin("flashtune").unwrap();
+            let mut command = crate::common::command();
             let done = command.args(&words[1..]).arg("--help").output().unwrap();
             let told = String::from_utf8_lossy(&done.stderr);
             if !done.status.success() || !told.is_empty() {
@@ -78,7 +78,7 @@ fn commands_in_manifests_are_taken() {
             None if line.trim().starts_with("flashtune ") => words(&with_variables(line)).split_off(1),
             None => continue,
         };
-        let done = assert_cmd::Command::cargo_bin("flashtune").unwrap().args(&words).arg("--help").output().unwrap();
+        let done = crate::common::command().args(&words).arg("--help").output().unwrap();
         assert!(done.status.success(), "{line}\n{}", String::from_utf8_lossy(&done.stderr));
         tried += 1;
     }
@@ -128,7 +128,7 @@ fn ci_runs_the_second_command() {
 
 #[test]
 fn every_command_and_variable_of_the_help_is_described() {
-    let help = assert_cmd::Command::cargo_bin("flashtune").unwrap().arg("--help").output().unwrap();
+    let help = crate::common::command().arg("--help").output().unwrap();
     let help = String::from_utf8(help.stdout).unwrap();
     let reference = read_to_string(format!("{ROOT}/docs/reference.md")).unwrap();
     let (commands, rest) = help.split_once("Options of every command:").unwrap_or_else(|| panic!("{help}"));

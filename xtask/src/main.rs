@@ -5,6 +5,7 @@
 //! package.
 
 mod browser;
+mod cc;
 mod crates;
 mod header;
 mod licences;
@@ -99,6 +100,11 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask/ lies in the workspace").to_owned()
 }
 
+/// The folder that cargo builds in.
+fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |dir| root().join(dir))
+}
+
 /// The cargo that runs this program.
 fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -126,8 +132,10 @@ fn test(args: &[String]) -> Result<()> {
 fn rust(args: &[String]) -> Result<()> {
     registry::ensure(&root());
     let (newest, oldest) = (nvrtc::ensure(&root())?, nvrtc::ensure_oldest(&root())?);
+    let runner = cc::runner(&target())?;
     let test = |args: &[&str]| {
         let mut command = cargo();
+        command.envs(runner.clone());
         command.arg("test").args(args).env("FLASHTUNE_NVRTC", &newest).env("FLASHTUNE_OLDEST_NVRTC", &oldest);
         command
     };
@@ -142,7 +150,7 @@ fn rust(args: &[String]) -> Result<()> {
 fn candle(args: &[String]) -> Result<()> {
     let mut command = cargo();
     command.current_dir(root().join("bindings/candle"));
-    command.args(["test", "--workspace"]).args(args);
+    command.args(["test", "--workspace"]).args(args).envs(cc::runner(&target())?).envs([cc::OPTIMISED]);
     run(command)
 }
 

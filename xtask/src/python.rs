@@ -1,6 +1,6 @@
 //! The tests of the Python package, against the library of this workspace.
 
-use super::{pip, torch};
+use super::{cc, pip, torch};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
         }
     }
     path.extend(torch::ensure(root, &python)?);
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
+    let target = super::target();
     let tests = package.join("tests");
     path.push(tests.clone());
     let mut every: Vec<(&str, OsString)> = vec![("PYTHONPATH", std::env::join_paths(path)?)];
@@ -42,6 +42,8 @@ pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     // Graphs that PyTorch has kept call operators as they were when it compiled them.
     let compiled = tempfile::tempdir()?;
     every.push(("TORCHINDUCTOR_CACHE_DIR", compiled.path().into()));
+    every.extend(cc::remembering(&target)?.map(|cc| ("CC", cc.into())));
+    every.push((cc::OPTIMISED.0, cc::OPTIMISED.1.into()));
     let process = |number: usize| {
         let mut process = Command::new(&python);
         process.args(["-B", "-m", "unittest"]).envs(every.iter().map(|(name, value)| (name, value)));

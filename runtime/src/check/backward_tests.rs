@@ -153,7 +153,8 @@ fn every_kind_of_fault_in_packed_gradients_is_found() {
         let module = module(&*device, &problem, Some(CpuIsa::Generic), &TemplateSet::overlaid(set).unwrap());
         let inputs = CheckInputs { lse: true, ..CheckInputs::default() };
         let report = BackwardCase::packed(device.clone(), &problem, &batch, &inputs).unwrap().check(&*module).unwrap();
-        assert!(!report.passed() && report.repeatable, "{to}: {report}");
+        // Rows that two threads write then may have other bytes each time, which is a finding as well.
+        assert!(!report.passed(), "{to}: {report}");
     }
 }
 

@@ -148,10 +148,10 @@ pub fn verdict(set: &TemplateSet, number: u64, what: &str) -> String {
 /// The same batches without a fault: nothing is said.
 #[test]
 fn batches_of_faults_pass_where_none_is_planted() {
-    if !crate::machine::has_compiler() {
-        return;
-    }
-    for (seed, what) in (80..).zip(["slots", "no page", "page", "piece", "NaN", "rows"]) {
-        assert_eq!(verdict(&crate::templates(), seed, what), "", "{what}");
-    }
+    let (templates, all) = (crate::templates(), ["slots", "no page", "page", "piece", "NaN", "rows"]);
+    crate::try_recorded(0..all.len() as u64, std::time::Duration::MAX, |number| {
+        let what = all[number as usize];
+        let said = verdict(&templates, 80 + number, what);
+        if said.is_empty() { Ok(()) } else { Err(format!("{what}: {said}")) }
+    });
 }

@@ -1,37 +1,8 @@
-//! C compilers of the tests: one that remembers, and one that writes down what it compiles.
+//! A C compiler that writes down what it compiles.
 
 use super::Place;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::LazyLock;
-
-/// The C compiler with a memory: four of five kernels that the tests need are some other test's as well, and the same
-/// source and options give the same bytes. It is called as the compiler is, whose name and version are part of what is
-/// kept.
-pub(crate) fn remembering() -> &'static Path {
-    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
-        let cc = std::env::var("CC").ok().filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());
-        let version = Command::new(&cc).arg("--version").output().map(|out| out.stdout);
-        // Arguments of a compiler would be part of the name as well.
-        let (Ok(version), Some(name)) = (version, Path::new(&cc).file_name()) else { return cc.into() };
-        let [memory, bin] = ["kernels", "bin"].map(|name| Path::new(env!("CARGO_TARGET_TMPDIR")).join(name));
-        for folder in [&memory, &bin] {
-            std::fs::create_dir_all(folder).expect("a folder in target/");
-        }
-        let script = format!(
-            "#!/bin/sh\n[ -f kernel.c ] || exec {cc} \"$@\"\n\
-             kept='{}'/$( {{ echo '{cc}' '{}' \"$*\"; cat kernel.c; }} | sha256sum | cut -c 1-64)\n\
-             [ -f \"$kept\" ] && exec cp \"$kept\" kernel.so\n\
-             {cc} \"$@\" || exit\ncp kernel.so \"$kept.$$\" && mv \"$kept.$$\" \"$kept\"\nexit 0\n",
-            memory.display(),
-            String::from_utf8_lossy(&version).lines().next().unwrap_or_default().replace('\'', ""),
-        );
-        let program = bin.join(name);
-        super::write_program(&program, &script);
-        program
-    });
-    &PROGRAM
-}
 
 /// A compiler that writes down what it compiles before it does, after a rest.
 pub(crate) struct LoggedCompiler {
@@ -44,7 +15,7 @@ impl LoggedCompiler {
     /// One that rests for so many seconds before it compiles. What others wrote down here is forgotten.
     pub(crate) fn new(place: &Place, rest: f64) -> Self {
         let [log, held] = ["compiled", "held"].map(|name| place.path(name));
-        let cc = remembering().display();
+        let cc = std::env::var("CC").ok().filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());
         let script = format!(
             "#!/bin/sh\n[ \"$1\" = --version ] && exec {cc} --version\n\
              for last; do case $last in *.c) grep -m 1 'schedule ' \"$last\" >> '{}' ;; esac; done\n\

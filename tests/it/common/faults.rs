@@ -1,7 +1,6 @@
 //! File systems that fail: a small library, preloaded into the command, that makes operations on one folder fail
 //! (`tests/data/faults.c`).
 
-use super::compiler::remembering;
 use super::{Place, ROOT};
 use flashtune_cache::{CacheDir, Layers, Record, RecordKey, Validity};
 use std::collections::BTreeSet;
@@ -57,7 +56,6 @@ impl Faults {
     pub(crate) fn unharmed(&self, args: &[&str]) -> Command {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin("flashtune"));
         command.args(["--device", "cpu", "--allow-unsigned", "--cache"]).arg(&self.cache).args(args);
-        command.env("CC", remembering());
         command
     }
 

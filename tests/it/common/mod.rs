@@ -21,6 +21,11 @@ pub(crate) const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// A name that no file has.
 pub(crate) const NOWHERE: &str = "/nonexistent/flashtune";
 
+/// The command, by its path: what starts test programs, with a `CC` of their own, would start it as well by its name.
+pub(crate) fn command() -> Command {
+    Command::new(assert_cmd::cargo::cargo_bin("flashtune"))
+}
+
 /// A folder for one test, with a cache in it.
 pub(crate) struct Place {
     dir: TempDir,
@@ -48,7 +53,7 @@ impl Place {
 
     /// The command on the cpu, with this place's cache and nothing of the user's.
     pub(crate) fn flashtune(&self, args: &[&str]) -> Command {
-        let mut command = Command::cargo_bin("flashtune").expect("the binary is built with the tests");
+        let mut command = command();
         let variables =
             ["FLASHTUNE_TEMPLATES", "FLASHTUNE_BUNDLES", "FLASHTUNE_LOG", "FLASHTUNE_CACHE", "FLASHTUNE_TRUSTED_KEYS"];
         for name in variables {
@@ -56,7 +61,6 @@ impl Place {
         }
         // What signatures are good for is a test of its own.
         command.env("FLASHTUNE_ALLOW_UNSIGNED", "1");
-        command.env("CC", compiler::remembering());
         command.arg("--cache").arg(self.cache()).args(["--device", "cpu"]).args(args);
         command
     }
