@@ -9,6 +9,7 @@ from collections import namedtuple
 from . import _library as abi
 from . import engine as _engine
 from ._dense_call import mask_of
+from ._other_builds import refuse_others, short as _short
 from ._tensors import adapter
 from .errors import InvalidArgument, InvalidTensor, Unsupported
 from .functional import _changed, _default
@@ -25,41 +26,9 @@ _NARROW = "float8_e4m3fn"
 
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, **dict.fromkeys(abi.QUANTISED, 1)}
 
-# Arguments of the builds of flash-attention that are taken at the value that means "not used", and why no other is.
-_NEUTRAL = {
-    "qv": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
-    "q_v": (None, "queries for latent values are not computed; expand V to heads (a head dim of at most 256)"),
-    "dropout_p": (0, "decoding drops nothing; pass 0.0"),
-    "attention_chunk": (0, "chunks are no argument here; use window_size, or flashtune.attention with a mask program"),
-    "sm_margin": (0, "kernels run on all multiprocessors; pass 0"),
-    "return_attn_probs": (False, "probabilities are never stored; pass return_softmax_lse=True for the log-sum-exp"),
-    "cp_world_size": (1, "context parallelism is the caller's: merge the outputs of ranks by their log-sum-exps"),
-    "cp_rank": (0, "context parallelism is the caller's: merge the outputs of ranks by their log-sum-exps"),
-    "cp_tot_seqused_k": (None, "context parallelism is the caller's: merge the outputs of ranks by their log-sum-exps"),
-    "score_mod": (None, "functions are not compiled; use flashtune.attention with the text of a score program"),
-    "mask_mod": (None, "functions are not compiled; use flashtune.attention with the text of a mask program"),
-    "aux_tensors": (None, "they belong to score_mod and mask_mod; use flashtune.attention with tensors="),
-    "block_sparse_tensors": (None, "use flashtune.attention with a mask program or create_block_mask"),
-    "gather_kv_indices": (None, "give the places of keys as a block_table with pages of one token"),
-    "seqlen_k_per_split": (None, "a kernel's schedule says how keys are split; leave it out"),
-    "min_seqlen_k": (None, "a kernel's schedule says how keys are split; leave it out"),
-}
-# What changes no result here: all results are deterministic, and packing of heads and versions are the kernel's choice.
-_IGNORED = {"deterministic", "pack_gqa", "fa_version"}
-
-
 def check(step, num_splits, others):
     """Refuses arguments of other builds that mean something, and what other libraries prepared."""
-    for argument, value in others.items():
-        if argument in _IGNORED:
-            continue
-        if argument not in _NEUTRAL:
-            raise TypeError(f"{argument!r} is no argument of this function")
-        neutral, remedy = _NEUTRAL[argument]
-        if value is not None and (neutral is None or hasattr(value, "shape") or value != neutral):
-            raise Unsupported(f"{argument} is {_short(value)}; {remedy}")
-    if num_splits not in (None, 0, 1):
-        raise Unsupported(f"num_splits is {num_splits!r}; a kernel's schedule says how keys are split, pass 0")
+    refuse_others(num_splits, others)
     if step is not None and not isinstance(step, Step):
         raise Unsupported(
             f"scheduler_metadata is a {type(step).__name__}; pass what flashtune.prepare_step gave, or None"
@@ -190,9 +159,7 @@ class Call:
             args.slots = view.address
         else:
             if slots is not None:
-                raise InvalidArgument(
-                    "cache_batch_idx and block_table are both given; the table alone says where keys lie"
-                )
+                table = self.rows_of_slots(table, slots)
             name, view = "block_table", self.view("block_table", table, 2, unit=False)
             shape, steps = (self.batch, view.shape[1]), view.strides[1:]
             args.index, args.k_table = abi.TABLE, view.address
@@ -205,6 +172,16 @@ class Call:
                 "last dimension"
             )
         args.table_type = abi.INTS[view.dtype]
+
+    def rows_of_slots(self, table, slots):
+        """The table's row of each sequence's slot, as flash-attention 3 reads both; pages of no slot are none."""
+        view, rows = self.view("cache_batch_idx", slots, 1, unit=False), self.view("block_table", table, 2, unit=False)
+        if view.dtype not in abi.INTS or rows.dtype not in abi.INTS or view.shape[0] != self.batch or not rows.shape[0]:
+            raise InvalidTensor(
+                f"cache_batch_idx is {view.dtype} {tuple(view.shape)} beside a block_table of {rows.dtype} "
+                f"{tuple(rows.shape)}; pass int32 or int64 for {self.batch} sequences, and a table with a row a slot"
+            )
+        return self.kept(self.tensors.rows(table, slots))
 
     def place(self, k, v, k_name, v_name, element=None):
         """Sizes and strides of the store: rows contiguous, or K in pieces of 16 bytes beside V by columns.
@@ -414,7 +391,7 @@ class Call:
         abi.require(abi.library().flashtune_append(self.engine._handle, more, stream))
         _engine._last = self.engine
 
-    def run(self, q, scale, causal, window, softcap, alibi_slopes, sinks, out, return_lse, out_scale=None):
+    def run(self, q, scale, causal, window, softcap, alibi_slopes, sinks, out, return_lse, out_scale=None, chunk=0):
         """The attention."""
         args, tensors, heads = self.args, self.tensors, self.heads
         args.mask, args.window_left, args.window_right = mask_of(causal, window_of(window))
@@ -453,7 +430,7 @@ class Call:
         if return_lse:
             lse = tensors.empty_lse((heads, self.rows) if self.packed_rows else (self.batch, heads, self.rows), q)
             args.lse, args.lse_stride = tensors.address(lse), (heads * self.rows, self.rows, 1)
-        program = _changed(softcap, alibi_slopes, sinks)
+        program = _changed(softcap, alibi_slopes, sinks, chunk)
         if program is not None:
             packed, kept = program.pack(tensors, self.device)
             fields = "mask_program score_program sink_program inputs inputs_len input_size".split()
@@ -488,10 +465,6 @@ def bound(name, n):
             f"{name} is {_short(n)}; pass a whole number of at least 0 (reading a tensor would wait for the device)"
         )
     return int(n)
-
-
-def _short(value):
-    return f"a {type(value).__name__}" if hasattr(value, "shape") and value.shape else repr(value)
 
 
 def window_of(window):

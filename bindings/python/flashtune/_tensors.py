@@ -37,8 +37,8 @@ class Torch:
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
     def by_operator(self, q, k, v, program=None):
-        """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or because
-        it is traced or transformed. What is not goes to the library directly, which costs the host a third."""
+        """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or
+        because it is traced or transformed. What is not goes to the library directly, which costs the host a third."""
         torch = self.torch
         if torch.compiler.is_compiling():
             return True
@@ -47,6 +47,25 @@ class Torch:
         if program is not None and torch.is_grad_enabled() and any(map(_requires_grad, program.values.values())):
             return True
         return type(q) not in self.plain or self.transform() is not None or self.modes() > 0
+
+    def rows(self, table, index):
+        """Rows of a table by their numbers; -1 throughout for one that there is not."""
+        most, index = table.shape[0] - 1, index.long()
+        found = table.index_select(0, index.clamp(0, most))
+        return found.masked_fill_(((index < 0) | (index > most))[:, None], -1)
+
+    def narrow_and_graded(self, q, k, v):
+        """Whether a gradient is asked for of operands of e4m3, which have none."""
+        torch = self.torch
+        if self.dtypes.get(getattr(q, "dtype", None)) != E4M3 or not torch.is_grad_enabled():
+            return False
+        return any(map(_requires_grad, (q, k, v)))
+
+    def ungraded(self, function, arguments):
+        """A call of such operands, whose results refuse gradients when they are wanted."""
+        from .torch import _narrow
+
+        return _narrow.through(function, arguments)
 
     def unseen(self, q, k, v):
         """The device of plain tensors of which neither autograd nor anybody else has to see a call; None where the long
@@ -178,7 +197,9 @@ class Torch:
         if t.requires_grad and self.torch.is_grad_enabled():
             raise no_gradient_of(name)
         if t.is_neg():
-            raise Unsupported(f"the tensor {name} is the negative of what its memory holds; resolve it with resolve_neg()")
+            raise Unsupported(
+                f"the tensor {name} is the negative of what its memory holds; resolve it with resolve_neg()"
+            )
         if t.layout is not self.torch.strided:
             raise Unsupported(f"the tensor {name} has the layout {t.layout}; convert it with to_dense()")
         try:
@@ -259,6 +280,16 @@ class NumPy:
         self.field = _field_of_address(numpy)
 
     def by_operator(self, _q, _k, _v, _program=None):
+        return False
+
+    def rows(self, table, index):
+        """As for PyTorch."""
+        numpy, most = self.numpy, table.shape[0] - 1
+        found = table[numpy.clip(index, 0, most)]
+        found[(index < 0) | (index > most)] = -1
+        return found
+
+    def narrow_and_graded(self, _q, _k, _v):
         return False
 
     def unseen(self, q, k, v):
@@ -388,8 +419,8 @@ def side_kind(name, t, wanted):
 
 def no_gradient_of(name):
     return Unsupported(
-        f"a gradient of {name} would be needed, but this function has none within autograd; flash_attn_func, attention and "
-        "scaled_dot_product_attention have: call one of them, or this one under torch.no_grad() or with detach()"
+        f"a gradient of {name} would be needed, but this function has none within autograd; flash_attn_func, attention "
+        "and scaled_dot_product_attention have: call one of them, or this one under torch.no_grad() or with detach()"
     )
 
 
@@ -414,8 +445,8 @@ _of_type = {_dlpack.View: _dlpack.Views()}
 
 
 def foreign(q):
-    """Whether a tensor of a type that was not met before is to be taken by DLPack. Subclasses of NumPy's arrays are not:
-    the mask of a masked array would be lost."""
+    """Whether a tensor of a type that was not met before is to be taken by DLPack. Subclasses of NumPy's arrays are
+    not: the mask of a masked array would be lost."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     of_these = tuple(kind for kind in (getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)) if kind)
     return hasattr(type(q), "__dlpack__") and hasattr(type(q), "__dlpack_device__") and not isinstance(q, of_these)
@@ -443,8 +474,8 @@ def _new(kind):
         make, loaded = NumPy, numpy
     else:
         raise InvalidTensor(
-            f"q is a {kind.__name__}; pass a torch.Tensor, a plain numpy.ndarray, or where a function takes them an array of "
-            "a library that exports DLPack"
+            f"q is a {kind.__name__}; pass a torch.Tensor, a plain numpy.ndarray, or where a function takes them an "
+            "array of a library that exports DLPack"
         )
     # One adapter for all kinds of one library.
     return next((a for a in _of_type.values() if type(a) is make), None) or make(loaded)

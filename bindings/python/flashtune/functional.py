@@ -4,6 +4,7 @@
 What is not supported raises :class:`Unsupported`; nothing falls back to anything in silence.
 """
 
+import numbers
 import sys
 
 from . import _dense_call, _dlpack, _memo
@@ -11,6 +12,7 @@ from . import _library as abi
 from . import engine as _engine
 from ._dense_call import attend_plain_again, mask_of, top_left_sliced
 from ._dropout import of_call, with_state
+from ._other_builds import refuse_others, short
 from ._programs import Program
 from ._tensors import _of_type, adapter, foreign
 from .block_mask import first_tensor
@@ -42,6 +44,9 @@ def flash_attn_func(
     return_rng_state=False,
     descale_rows=1,
     out_scale=None,
+    attention_chunk=0,
+    num_splits=0,
+    **others,
 ):
     """Attention in flash-attention's layout. Tensors of PyTorch that ask for gradients get them.
 
@@ -51,6 +56,7 @@ def flash_attn_func(
     softmax_scale: ``1 / sqrt(head_dim)`` when not given.
     causal: query ``i`` sees keys up to ``i + kv_len - q_len``.
     window_size: keys to the left and to the right of that position that a query sees; -1 is all.
+    attention_chunk: a query sees keys of its own chunk alone, of so many keys each from the first one on; 0 for none.
     softcap: scores are bent to stay within +-softcap; 0.0 for none.
     alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``; the slope times the distance is taken from the scores.
     deterministic: every kernel there is, of gradients too, gives the same bytes in every run, whatever this says.
@@ -77,6 +83,8 @@ def flash_attn_func(
     rng_state: int64 ``[seed, offset]`` on the device of q, or a pair of numbers; drawn by the default generator of that
         device when not given, so that ``torch.manual_seed`` and captured graphs mean what they mean to PyTorch.
     return_rng_state: the state as the last result, for :func:`flash_attn_backward`; None where nothing is dropped.
+    num_splits, pack_gqa and others of flash-attention that change no result are taken; what no kernel computes is
+    :class:`Unsupported` (``docs/serving-python.md``).
     Gives ``[batch, q_len, heads, head_dim_v]`` of q's dtype, bfloat16 for float8_e4m3fn without ``out_scale``, and with
     ``return_lse`` the log-sum-exp of the scaled scores, float32 ``[batch, heads, q_len]``. A query that sees no key
     gives 0 and -inf.
@@ -89,13 +97,17 @@ def flash_attn_func(
         and type(softcap) is float and softcap == 0.0
         and q_descale is None and k_descale is None and v_descale is None and out_scale is None
         and not precise and not return_residual and not dropout_p and not return_rng_state
+        and no_chunk(attention_chunk) and not others
     ):  # fmt: skip
         found = _like_before(q, k, v, True, abi.CAUSAL if causal else abi.FULL, softmax_scale, return_lse)
         if found is not None:
             return found
-    check_deterministic(deterministic)
-    program = _changed(softcap, alibi_slopes)
     tensors = adapter(q)
+    if tensors.narrow_and_graded(q, k, v):
+        return tensors.ungraded(flash_attn_func, locals())
+    check_deterministic(deterministic)
+    refuse_others(num_splits, others)
+    program = _changed(softcap, alibi_slopes, None, attention_chunk)
     mask, left, right = mask_of(causal, window_size)
     descales = (q_descale, k_descale, v_descale)
     dropout = of_call(tensors, q, dropout_p, rng_state)
@@ -163,10 +175,30 @@ def _shape(name, tensor):
         raise InvalidTensor(f"{name} is a {type(tensor).__name__}; pass a tensor or an array as q is") from None
 
 
-def _changed(softcap, alibi_slopes, sinks=None):
+# Keys of the query's own chunk, its position being aligned to the end of the keys.
+_CHUNKS = "kv // chunk == (q + kv_len - q_len) // chunk"
+# The most that a chunk can be: that of the built-in `chunked`.
+_LARGEST_CHUNK = (1 << 30) - 1
+
+
+def chunk_of(attention_chunk):
+    """The keys of a chunk; 0 for none."""
+    if not isinstance(attention_chunk, numbers.Integral) or not 0 <= attention_chunk <= _LARGEST_CHUNK:
+        raise InvalidArgument(
+            f"attention_chunk is {short(attention_chunk)}; pass a whole number of keys up to 2^30 - 1, or 0 for none"
+        )
+    return int(attention_chunk)
+
+
+def no_chunk(attention_chunk):
+    """Whether it is a plain 0."""
+    return type(attention_chunk) is int and attention_chunk == 0
+
+
+def _changed(softcap, alibi_slopes, sinks=None, chunk=0):
     """The score program of flash-attention's arguments, if there is one: the cap comes first, as there. ``sinks`` is
-    a tensor of the logits of heads."""
-    if alibi_slopes is None and sinks is None and type(softcap) is float and softcap == 0.0:
+    a tensor of the logits of heads, ``chunk`` the keys that see each other."""
+    if alibi_slopes is None and sinks is None and type(softcap) is float and softcap == 0.0 and no_chunk(chunk):
         return None
     declared, score, values = "", "score", {}
     cap = _cap(softcap)
@@ -186,9 +218,12 @@ def _changed(softcap, alibi_slopes, sinks=None):
         if len(shape := _shape("s_aux", sinks)) != 1:
             raise InvalidTensor(f"s_aux (learnable_sink) has the shape {shape}; it is [heads]")
         sink, values["sinks"] = "sinks[h]", sinks
-    if score == "score" and sink is None:
+    mask = None
+    if keys := chunk_of(chunk):
+        mask, values["chunk"] = f"chunk: int in 1..{_LARGEST_CHUNK + 1}; {_CHUNKS}", keys
+    if score == "score" and sink is None and mask is None:
         return None
-    return Program(score=None if score == "score" else declared + score, sink=sink, tensors=values)
+    return Program(mask, None if score == "score" else declared + score, sink, values)
 
 
 def attention(

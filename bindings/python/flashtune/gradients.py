@@ -34,13 +34,14 @@ def flash_attn_backward(
     residual=None,
     dropout_p=0.0,
     rng_state=None,
+    attention_chunk=0,
 ):
     """dQ, dK and dV of :func:`flash_attn_func`.
 
     dout: the loss's gradient by out, of its shape and dtype.
-    q, k, v, out, softmax_lse: what the forward pass read, and what it gave with ``return_lse``: float32 ``[batch, heads,
-    q_len]``, contiguous.
-    softmax_scale, causal, window_size, softcap, alibi_slopes: as in the forward pass.
+    q, k, v, out, softmax_lse: what the forward pass read, and what it gave with ``return_lse``: float32
+    ``[batch, heads, q_len]``, contiguous.
+    softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: as in the forward pass.
     deterministic: every kernel there is gives the same bytes in every run, whatever this says.
     dlse: the loss's gradient by softmax_lse, where it depends on that, as when parts of attention are merged by it.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
@@ -51,7 +52,7 @@ def flash_attn_backward(
     that see no key, and keys that no query sees, get zeros.
     """
     check_deterministic(deterministic)
-    program = _changed(softcap, alibi_slopes)
+    program = _changed(softcap, alibi_slopes, None, attention_chunk)
     tensors = adapter(q)
     kind, left, right = mask_of(causal, window_size)
     engine = _default(tensors, q)
@@ -87,6 +88,7 @@ def flash_attn_varlen_backward(
     residual=None,
     dropout_p=0.0,
     rng_state=None,
+    attention_chunk=0,
 ):
     """dQ, dK and dV of :func:`flash_attn_varlen_func` over packed keys.
 
@@ -95,7 +97,8 @@ def flash_attn_varlen_backward(
         ``[heads, total_q]``, contiguous.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in the forward pass, read where the
         kernel runs. Rows behind a bound are cut: nothing is read or written beyond it.
-    softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux: as there. The gradient of s_aux is not computed.
+    softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, s_aux: as there. The gradient of s_aux
+        is not computed.
     deterministic: every kernel there is gives the same bytes in every run, whatever this says.
     dlse: the loss's gradient by softmax_lse, of its shape, where it depends on that.
     into: memory for the three gradients, of the shapes of q, k and v and of their dtype; new tensors when not given.
@@ -105,7 +108,7 @@ def flash_attn_varlen_backward(
     those that are not used, are 0 in new tensors and stay as they are in those of ``into``.
     """
     check_deterministic(deterministic)
-    program = _changed(softcap, alibi_slopes, s_aux)
+    program = _changed(softcap, alibi_slopes, s_aux, attention_chunk)
     if cu_seqlens_q is None:
         raise InvalidArgument("cu_seqlens_q is None, but rows of q are packed; pass [batch + 1] first rows")
     key = None

@@ -14,7 +14,7 @@ from ._dropout import of_call, with_state
 from ._serving_call import Call, Step, bound, check, one_of, require_writeable, window_of
 from ._tensors import _of_type, adapter, foreign
 from .errors import InvalidArgument, InvalidTensor, Unsupported
-from .functional import _default
+from .functional import _default, chunk_of, no_chunk
 
 
 def prepare_step(bounds, cache_seqlens=None):
@@ -63,6 +63,7 @@ def flash_attn_varlen_func(
     softmax_scale=None,
     causal=False,
     window_size=(-1, -1),
+    attention_chunk=0,
     softcap=0.0,
     alibi_slopes=None,
     block_table=None,
@@ -97,8 +98,8 @@ def flash_attn_varlen_func(
     seqused_q, seqused_k: rows and keys that are used of each sequence, ``[batch]``; rows behind them are not written.
     block_table: pages of each sequence, int32 or int64 ``[batch, width]``. Entries behind a sequence's length are
         never read, keys of pages that there are not are masked.
-    softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`, by the lengths of each
-        sequence.
+    softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: as in :func:`flash_attn_func`, by the
+        lengths of each sequence.
     s_aux or learnable_sink: the logit of one more key without a value for each head, ``[heads]``.
     k_descale or k_scale, and of v: what elements of quantised pages are multiplied by, float32: a number, ``[1]``,
         ``[kv_heads]``, ``[batch, kv_heads]`` (any of both 1), or ``[pages, page_tokens, kv_heads]``.
@@ -120,26 +121,29 @@ def flash_attn_varlen_func(
             "precise is True, but forward passes over packed sequences do not write what their output loses; leave it "
             "out, or call flash_attn_func for each sequence"
         )
-    table = one_of("block_table", block_table, "page_table", page_table)
     tensors = adapter(q)
+    if tensors.narrow_and_graded(q, k, v):
+        return tensors.ungraded(flash_attn_varlen_func, locals())
+    table = one_of("block_table", block_table, "page_table", page_table)
     dropout = of_call(tensors, q, dropout_p, rng_state)
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
     scales = q_descale, k_descale, v_descale, k_scale, v_scale, out_scale
     if table is None and out is None and all(scale is None for scale in scales) and tensors.by_operator(q, k, v):
         check(scheduler_metadata, num_splits, others)
+        attention_chunk = chunk_of(attention_chunk)
         step = scheduler_metadata or Step(None, None, 0, 0)
         found = tensors.varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k,
             step.max_seqlen_q if max_seqlen_q is None else max_seqlen_q,
             step.max_seqlen_k if max_seqlen_k is None else max_seqlen_k,
             seqused_q, seqused_k, softmax_scale, causal, window_of(window_size), softcap, alibi_slopes, sinks,
-            return_softmax_lse, dropout,
+            return_softmax_lse, dropout, attention_chunk,
         )  # fmt: skip
         return with_state(found, dropout) if return_rng_state else found
     found = varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
         causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales, scheduler_metadata,
-        num_splits, others, dropout,
+        num_splits, others, dropout, attention_chunk,
     )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
 
@@ -147,13 +151,13 @@ def flash_attn_varlen_func(
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
     window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 6, step=None,
-    num_splits=0, others=(), dropout=None,
+    num_splits=0, others=(), dropout=None, chunk=0,
 ):  # fmt: skip
     """The call, the short way where one like it has been made."""
     repeated = None
     q_descale, k_descale, v_descale, k_scale, v_scale, out_scale = scales
     plain = alibi_slopes is None and sinks is None and out is None and not others and num_splits in (None, 0, 1)
-    plain = plain and dropout is None and out_scale is None
+    plain = plain and dropout is None and out_scale is None and no_chunk(chunk)
     if plain and k_scale is None and v_scale is None and _is_step(step) and _is_none(softcap):
         given = [("q", q), ("k", k), ("v", v), ("q_begin", cu_seqlens_q), ("q_lengths", seqused_q)]
         given += [("kv_lengths", seqused_k), ("k_scale", k_descale), ("v_scale", v_descale), ("k_table", table)]
@@ -170,7 +174,7 @@ def varlen(
     call.repeated, call.dropout = repeated, dropout
     return _varlen(
         call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales,
+        causal, window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table, out, scales, chunk,
     )  # fmt: skip
 
 
@@ -184,7 +188,7 @@ def _is_none(softcap):
 
 def _varlen(
     call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal,
-    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 6,
+    window_size, softcap, alibi_slopes, sinks, return_softmax_lse, table=None, out=None, scales=(None,) * 6, chunk=0,
 ):  # fmt: skip
     """The call itself."""
     if cu_seqlens_q is None:
@@ -214,7 +218,7 @@ def _varlen(
     q_descale, k_descale, v_descale, k_scale, v_scale, out_scale = scales
     call.scales(q_descale, ("k_descale", k_descale, "k_scale", k_scale), ("v_descale", v_descale, "v_scale", v_scale))
     return call.run(
-        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale, chunk
     )
 
 
@@ -246,6 +250,7 @@ def flash_attn_with_kvcache(
     softmax_scale=None,
     causal=False,
     window_size=(-1, -1),
+    attention_chunk=0,
     softcap=0.0,
     rotary_interleaved=True,
     alibi_slopes=None,
@@ -267,7 +272,8 @@ def flash_attn_with_kvcache(
         ``cu_seqlens_k_new``: they are written behind ``cache_seqlens``, and q sees them.
     cache_seqlens: keys of each sequence before that, padding included: int32 or int64 ``[batch]``, or a number for
         all. The whole room when not given, which is not for new rows.
-    cache_batch_idx: slot of each sequence, ``[batch]``; else that of its own number.
+    cache_batch_idx: slot of each sequence, ``[batch]``; else that of its own number. Beside a table, the table's row of
+        each sequence, which is gathered by PyTorch or NumPy first.
     cache_leftpad: tokens before each sequence's first key, ``[batch]``.
     rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: new rows and q are rotated from the sequence's length on,
         or from ``rotary_seqlens``, ``[batch]``, on; q's rows all by the first position where neither causal nor a
@@ -287,6 +293,7 @@ def flash_attn_with_kvcache(
         k is None and v is None and rotary_cos is None and rotary_sin is None and cu_seqlens_k_new is None
         and rotary_seqlens is None and k_scale is None and v_scale is None and out_scale is None
         and alibi_slopes is None and s_aux is None and learnable_sink is None and out is None and not others
+        and no_chunk(attention_chunk)
         and num_splits in (None, 0, 1) and type(return_softmax_lse) is bool and _is_none(softcap)
         and _is_step(scheduler_metadata)
     ):  # fmt: skip
@@ -320,8 +327,6 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None:
         advances = mask_of(causal, window_of(window_size))[0] != abi.FULL
         rotary = rotary_cos, rotary_sin, bool(rotary_interleaved), first, advances
-    elif rotary_seqlens is not None:
-        raise InvalidArgument("rotary_seqlens is given without rotary_cos and rotary_sin; pass those, or leave it out")
     if k is not None:
         if cache_seqlens is None:
             raise InvalidArgument("cache_seqlens is None, but there are new rows of k; pass the lengths before them")
@@ -333,8 +338,9 @@ def flash_attn_with_kvcache(
         )
     sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
     return call.run(
-        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale
-    )
+        q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, out, return_softmax_lse, out_scale,
+        attention_chunk,
+    )  # fmt: skip
 
 
 def reshape_and_cache_flash(

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def visible(q_len, kv_len, causal=False, window=(-1, -1), top_left=False):
+def visible(q_len, kv_len, causal=False, window=(-1, -1), top_left=False, chunk=0):
     """Which key each query sees, ``[q_len, kv_len]``."""
     left, right = (min(n, q_len + kv_len) for n in window)
     position = np.arange(q_len)[:, None] + (0 if top_left else kv_len - q_len)
@@ -15,6 +15,8 @@ def visible(q_len, kv_len, causal=False, window=(-1, -1), top_left=False):
         seen &= key >= position - left
     if right >= 0:
         seen &= key <= position + right
+    if chunk:
+        seen &= key // chunk == position // chunk
     return seen
 
 

@@ -200,6 +200,22 @@ class Programs(unittest.TestCase):
         added = np.where(seen, 0, -np.inf).astype(np.float32)[None]
         np.testing.assert_allclose(sdpa(self.q, self.k, self.v, attn_mask=added), out, atol=3e-6)
 
+    def test_chunks(self):
+        q, k, v = (random((2, rows, 2, 32), seed=seed) for seed, rows in enumerate((50, 70, 70)))
+        for chunk in (1, 16, 33, 100):
+            for causal in (False, True):
+                seen = visible(50, 70, causal, chunk=chunk)
+                out, lse = flashtune.flash_attn_func(
+                    q, k, v, causal=causal, attention_chunk=chunk, return_lse=True, num_splits=3, pack_gqa=True
+                )
+                check(self, bhsd(out), lse, *map(bhsd, (q, k, v)), seen)
+        refused = {"attention_chunk": 2.5, "num_splits": -1, "sm_margin": 8, "qv": q, "return_attn_probs": True}
+        for name, value in refused.items():
+            with self.assertRaisesRegex((flashtune.InvalidArgument, flashtune.Unsupported), name):
+                flashtune.flash_attn_func(q, k, v, **{name: value})
+        with self.assertRaisesRegex(TypeError, "no_such"):
+            flashtune.flash_attn_func(q, k, v, no_such=1)
+
     def test_what_does_not_fit_is_refused_by_name(self):
         argument, slope = flashtune.InvalidArgument, np.ones(4, np.float32)
         score = "score + slope[h] * (kv - q)"

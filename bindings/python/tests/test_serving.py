@@ -27,7 +27,7 @@ def sums(lengths, dtype="int32"):
     return np.concatenate([[0], np.cumsum(lengths)]).astype(dtype)
 
 
-def plain(q, k, v, causal=False, window=(-1, -1), scale=None, cap=0.0, slopes=None, sinks=None):
+def plain(q, k, v, causal=False, window=(-1, -1), scale=None, cap=0.0, slopes=None, sinks=None, chunk=0):
     """O ``[rows, heads, dim]`` and LSE ``[heads, rows]`` of one sequence in fp64."""
     rows, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -38,7 +38,7 @@ def plain(q, k, v, causal=False, window=(-1, -1), scale=None, cap=0.0, slopes=No
     if slopes is not None:
         distance = np.abs(np.arange(rows)[:, None] + k.shape[1] - rows - np.arange(k.shape[1]))
         scores = scores - slopes.astype(np.float64)[:, None, None] * distance
-    scores = np.where(visible(rows, k.shape[1], causal, window), scores, -np.inf)
+    scores = np.where(visible(rows, k.shape[1], causal, window, chunk=chunk), scores, -np.inf)
     sink = np.full((heads, rows, 1), -np.inf)
     if sinks is not None:
         sink[:] = sinks[:, None, None]
@@ -85,7 +85,7 @@ class Varlen(Case):
             of_b = slopes if slopes is None or slopes.ndim == 1 else slopes[b]
             want, want_lse = plain(
                 q[rows], k[keys], v[keys], causal, window, named.get("softmax_scale"), named.get("softcap", 0.0), of_b,
-                named.get("s_aux"),
+                named.get("s_aux"), named.get("attention_chunk", 0),
             )  # fmt: skip
             self.same(out[rows], want)
             self.same_lse(lse[:, rows], want_lse)
@@ -107,6 +107,13 @@ class Varlen(Case):
         self.holds(self.tensors(), slopes, causal=True)
         self.holds(self.tensors(), np.abs(random((5, 4), seed=7)), s_aux=sinks)
         self.holds(self.tensors(), slopes, s_aux=sinks, softcap=3.0, window_size=(20, 0))
+
+    def test_chunks_are_of_a_sequence_and_end_with_its_keys(self):
+        for chunk in [1, 7, 50, 1 << 29]:
+            for how in [{}, {"causal": True}, {"window_size": (9, 4)}]:
+                with self.subTest(chunk=chunk, **how):
+                    self.holds(self.tensors(), attention_chunk=chunk, **how)
+        self.holds(self.tensors(), np.abs(random(4, seed=5)), attention_chunk=20, softcap=2.0, s_aux=random(4, seed=6))
 
     def test_learnable_sink_is_s_aux(self):
         sinks = random(4, seed=6)
@@ -148,7 +155,7 @@ class Varlen(Case):
         q, k, v, cq, ck, mq, mk = args
         unsupported, tensor, argument = flashtune.Unsupported, flashtune.InvalidTensor, flashtune.InvalidArgument
         for named in [
-            {"attention_chunk": 64}, {"sm_margin": 4}, {"qv": q}, {"num_splits": 3}, {"scheduler_metadata": cq},
+            {"sm_margin": 4}, {"qv": q}, {"scheduler_metadata": cq},
             {"cp_world_size": 2}, {"score_mod": print}, {"return_attn_probs": True},
             {"k_descale": 2.0}, {"q_descale": 2.0}, {"k_scale": np.ones(1, "float32")},
         ]:  # fmt: skip
@@ -160,6 +167,9 @@ class Varlen(Case):
         self.refuses(tensor, "cu_seqlens_k is int64, cu_seqlens_q int32", f, q, k, v, cq, ck.astype("int64"), mq, mk)
         self.refuses(tensor, "cu_seqlens_q is float32", f, q, k, v, cq.astype("float32"), ck, mq, mk)
         self.refuses(argument, "max_seqlen_q", f, q, k, v, cq, ck, np.array([40]), mk)
+        self.refuses(argument, "attention_chunk", f, *args, attention_chunk=-1)
+        self.refuses(argument, "attention_chunk", f, *args, attention_chunk=np.array([4, 5]))
+        self.refuses(argument, "num_splits", f, *args, num_splits=-1)
         self.refuses(argument, "block_table", f, q, k, v, cq)
         self.refuses(tensor, "k is float16", f, q, k.astype("float16"), v.astype("float16"), cq, ck, mq, mk)
         self.refuses(tensor, "head dim", f, q[..., :16].copy(), k, v, cq, ck, mq, mk)
@@ -172,7 +182,7 @@ class Varlen(Case):
     def test_neutral_values_are_taken(self):
         a = flashtune.flash_attn_varlen_func(*self.tensors(), causal=True)
         b = flashtune.flash_attn_varlen_func(
-            *self.tensors(), causal=True, dropout_p=0.0, deterministic=True, num_splits=1, pack_gqa=True, sm_margin=0,
+            *self.tensors(), causal=True, dropout_p=0.0, deterministic=True, num_splits=3, pack_gqa=True, sm_margin=0,
             qv=None, attention_chunk=0, fa_version=3, window_size=None, softcap=None,
             k_descale=np.ones((5, 2), "float32"), q_descale=1.0,
             scheduler_metadata=flashtune.prepare_step((40, 130), self.K),
@@ -219,6 +229,18 @@ class Cache(Case):
                             want, want_lse = plain(q[b], *kept[b], True)
                             self.same(out[b], want)
                             self.same_lse(lse[b], want_lse)
+
+    def test_slots_choose_rows_of_a_table_and_none_is_no_key(self):
+        k, v, table, kept = paged(self.LENGTHS, 16, "float32")
+        q, slots = random((4, 2, 4, 32), seed=1), np.array([3, 0, 9, -1], "int64")
+        lengths = np.array([self.LENGTHS[3], self.LENGTHS[0], 20, 20], "int32")
+        out = flashtune.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths, cache_batch_idx=slots, page_table=table, causal=True, attention_chunk=10,
+            rotary_seqlens=lengths, num_splits=4,
+        )  # fmt: skip
+        for b in (0, 1):
+            self.same(out[b], plain(q[b], *kept[slots[b]], True, chunk=10)[0])
+        self.assertTrue((out[2:] == 0).all())
 
     def test_varlen_over_pages_as_vllm_calls_it(self):
         k, v, table, kept = paged(self.LENGTHS, 16, "float16")
@@ -342,8 +364,8 @@ class Cache(Case):
         tables = {"rotary_cos": random((8, 8)), "rotary_sin": random((8, 8))}
         self.refuses(argument, "rotary_cos and rotary_sin belong", f, q, k, v, **tables)
         self.refuses(argument, "block_table and page_table", f, q, k, v, block_table=table, page_table=table)
-        both = {"block_table": table, "cache_batch_idx": lengths}
-        self.refuses(argument, "cache_batch_idx and block_table", f, q, k, v, **both)
+        both = {"block_table": table, "cache_batch_idx": lengths[:1]}
+        self.refuses(tensor, "cache_batch_idx is", f, q, k, v, **both)
         self.refuses(tensor, "block_table is float32", f, q, k, v, block_table=random((2, 1)), cache_seqlens=lengths)
         self.refuses(tensor, "cache_seqlens has 1", f, q, k, v, cache_seqlens=lengths[:1])
         self.refuses(tensor, "k_cache has 1 slots", f, q, k[:1], v[:1], cache_seqlens=lengths)

@@ -84,6 +84,7 @@ class OfArrays(unittest.TestCase):
         slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
         for mix in MIXES[:2]:
             self.holds(mix, causal=True, change={"softcap": 2.0, "alibi_slopes": slopes})
+            self.holds(mix, causal=True, change={"attention_chunk": 30})
 
     def test_bounds_that_are_too_small_cut(self):
         mix = [(70, 90), (20, 30)]

@@ -10,8 +10,8 @@ from ._operators import _LIBRARY, _TAGS, is_eager, is_last, of_transform, state_
 
 _SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt? max_seqlen_q, "
-    "SymInt? max_seqlen_k, float? scale, bool causal, SymInt left, SymInt right, float softcap, Tensor? alibi_slopes, "
-    "Tensor? s_aux"
+    "SymInt? max_seqlen_k, float? scale, bool causal, SymInt left, SymInt right, SymInt chunk, float softcap, "
+    "Tensor? alibi_slopes, Tensor? s_aux"
 )
 _LIBRARY.define(f"attend_varlen(Tensor q, Tensor k, Tensor v, {_SEQUENCES}) -> (Tensor, Tensor)", tags=_TAGS)
 _LIBRARY.define(
@@ -32,7 +32,7 @@ attend_varlen_backward_op = torch.ops.flashtune.attend_varlen_backward.default
 
 def attend(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, used_q, used_k, scale, causal, window, softcap, slopes, sinks,
-    want_lse, dropout=None,
+    want_lse, dropout=None, chunk=0,
 ):  # fmt: skip
     """One call by way of the operator: O, and with ``want_lse`` the log-sum-exp."""
     eager = is_eager(q, k, v)
@@ -61,7 +61,7 @@ def attend(
         run, more = attend_varlen_dropout_op, (state_tensor(dropout, q), dropout.p)
     out, lse = run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, max_q, max_k, scale, bool(causal), left, right,
-        float(softcap or 0.0), slopes, sinks, *more,
+        chunk, float(softcap or 0.0), slopes, sinks, *more,
     )  # fmt: skip
     return (out, lse) if want_lse else out
 
@@ -84,10 +84,10 @@ def _attend(q, k, v, *args):
     """The kernel of ``attend_varlen``."""
     from .. import serving
 
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks, *dropped = args
+    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, chunk, softcap, slopes, sinks, *dropped = args
     return serving.varlen(
         q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k, scale, causal, (left, right), softcap, slopes, sinks,
-        True, dropout=Dropout(dropped[1], dropped[0]) if dropped else None,
+        True, dropout=Dropout(dropped[1], dropped[0]) if dropped else None, chunk=chunk,
     )  # fmt: skip
 
 
@@ -98,11 +98,12 @@ def _backward(dout, q, k, v, out, lse, dlse, *args):
     # Sums and slices leave gradients with any strides.
     dout = dout if dout.stride(-1) == 1 or dout.numel() == 0 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks, *dropped = args
+    cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, chunk, softcap, slopes, sinks, *dropped = args
     state, p = dropped if len(dropped) == 2 else (None, 0.0)
     return flash_attn_varlen_backward(
         dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal, (left, right), softcap, slopes,
         dlse=dlse, seqused_q=used_q, seqused_k=used_k, s_aux=sinks, dropout_p=p, rng_state=state,
+        attention_chunk=chunk,
     )  # fmt: skip
 
 
@@ -131,15 +132,16 @@ torch.library.register_fake("flashtune::attend_varlen_backward", _backward_fake,
 
 def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    inputs, dropped = inputs[:16], inputs[16:]
-    *tensors, cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right, softcap, slopes, sinks = inputs
+    inputs, dropped = inputs[:17], inputs[17:]
+    *tensors, cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right = inputs[:13]
+    chunk, softcap, slopes, sinks = inputs[13:]
     ctx.save_for_backward(*tensors, *output, cu_q, cu_k, used_q, used_k, slopes, sinks, *dropped[:1])
-    ctx.numbers, ctx.dropout = (max_q, max_k, scale, causal, left, right, softcap), dropped[1:]
+    ctx.numbers, ctx.dropout = (max_q, max_k, scale, causal, left, right, chunk, softcap), dropped[1:]
 
 
 def _gradients(ctx, dout, dlse, eager=False):
     q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks, *state = ctx.saved_tensors
-    none = (None,) * (13 + 2 * len(state))
+    none = (None,) * (14 + 2 * len(state))
     if dout is None and dlse is None:
         return None, None, None, *none
     if dout is None:
