@@ -1,12 +1,13 @@
-"""Ten thousand captured launches of one kernel: each must take its tiles from a counter of its own, and a graph that is gone gives its
-counters back. Needs PyTorch and a GPU whose kernels are persistent (Hopper).
+"""Ten thousand captured launches of one kernel: each must take its tiles from a counter of its own, and a graph that is
+gone gives its counters back. Needs PyTorch and a GPU whose kernels are persistent (Hopper).
 
     python3 benches/captures.py [--launches 10000] [--rounds 3]
 
-Every round captures all launches into one graph, replays it, and drops it; more launches than a kernel has counters (16,256) in all,
-so that without giving back the later rounds would take tiles by stride. Prints the time of a launch per round, beside that of a graph
-of 100 launches, and compares the bytes of all outputs with those of an eager launch. Two graphs that were captured on one stream are
-replayed on two streams at once, and give the same bytes. Exit code 1 where bytes differ or a launch takes over 3 % longer.
+Every round captures all launches into one graph, replays it, and drops it; more launches than a kernel has counters
+(16,256) in all, so that without giving back the later rounds would take tiles by stride. Prints the time of a launch
+per round, beside that of a graph of 100 launches, and compares the bytes of all outputs with those of an eager launch.
+Two graphs that were captured on one stream are replayed on two streams at once, and give the same bytes. Exit code 1
+where bytes differ or a launch takes over 3 % longer.
 """
 
 import argparse
@@ -68,7 +69,10 @@ def main():
         took = microseconds(graph, args.launches, 3)
         again = microseconds(few, 100)
         slow = took > 1.03 * again
-        print(f"round {i}: {args.launches} launches, {took:.2f} us each (100: {again:.2f}), bytes {'equal' if equal else 'DIFFER'}")
+        print(
+            f"round {i}: {args.launches} launches, {took:.2f} us each (100: {again:.2f}), "
+            f"bytes {'equal' if equal else 'DIFFER'}"
+        )
         failed |= slow or not equal
         del graph, outputs
         torch.cuda.synchronize()

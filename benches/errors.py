@@ -1,11 +1,12 @@
-"""Rounding errors of flashtune and its peers against fp64, on the same inputs: normal ones, and ones with outlier channels.
+"""Rounding errors of flashtune and its peers against fp64, on the same inputs: normal ones, and ones with outlier \
+channels.
 
     python3 benches/errors.py [--peers flashtune,fa3,cudnn] [--head-dims 64,128,256] [--length 2048] [--json FILE]
 
-Attention of trained models has a few channels of Q and K that are many times larger than the others, and keys that nearly all
-queries attend to. `outliers` draws such tensors: two channels of Q and K times 8, one channel of V times 30, and a first key
-that attracts. For every contender: root mean square and maximum of the error of O, and both as a share of those of unfused
-attention in the same dtype, the yardstick of the numeric contract.
+Attention of trained models has a few channels of Q and K that are many times larger than the others, and keys that
+nearly all queries attend to. `outliers` draws such tensors: two channels of Q and K times 8, one channel of V times 30,
+and a first key that attracts. For every contender: root mean square and maximum of the error of O, and both as a share
+of those of unfused attention in the same dtype, the yardstick of the numeric contract.
 """
 
 import argparse
@@ -75,7 +76,8 @@ def main():
 
 
 def measure(torch, contenders, there, case, kind, seeds):
-    """Mean of the root mean squares and largest of the maxima over the seeds, of unfused attention and every contender."""
+    """Mean of the root mean squares and largest of the maxima over the seeds, of unfused attention and every
+    contender."""
     seen = {}
     for seed in range(seeds):
         q, k, v = inputs(torch, contenders, case, kind, seed)

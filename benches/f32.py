@@ -3,10 +3,10 @@
     python3 benches/f32.py [--head-dims 32,64,128] [--seq-lens 512,4096] [--masks full,causal] [--json FILE] [--dry-run]
 
 Prints microseconds and TFLOP/s on live pairs of `exact`, `tf32x3` and `tf32`, how many times as fast they are as the
-memory-efficient kernel of the same rounds, which kernel each was, and the errors of O against fp64 (root mean square and
-maximum) as shares of those of unfused attention in f32. The inputs are normal, V around --mean, so that what sums lose adds
-up. The device's clock falls while it works, so contenders alternate within each round. Needs PyTorch and `libflashtune`
-(`cargo build --release -p flashtune-c`).
+memory-efficient kernel of the same rounds, which kernel each was, and the errors of O against fp64 (root mean square
+and maximum) as shares of those of unfused attention in f32. The inputs are normal, V around --mean, so that what sums
+lose adds up. The device's clock falls while it works, so contenders alternate within each round. Needs PyTorch and
+`libflashtune` (`cargo build --release -p flashtune-c`).
 """
 
 import argparse
@@ -77,8 +77,8 @@ def contenders(a, engine, case, q, k, v):
 
 
 def errors(torch, case, answers, q, k, v, rows=256):
-    """(root mean square, maximum) of each answer's error, as shares of unfused attention's in f32: of the first batch, up
-    to two heads, and the last rows, which see the most keys."""
+    """(root mean square, maximum) of each answer's error, as shares of unfused attention's in f32: of the first batch,
+    up to two heads, and the last rows, which see the most keys."""
     q, k, v = (t[:1, :, :2] for t in (q, k, v))
     at = slice(max(0, case.q_len - rows), case.q_len)
 

@@ -1,12 +1,13 @@
 """Stored kernels, damaged at random, loaded on the device that is there: each load is refused, or its answer is right.
 
-    PYTHONPATH=bindings/python python3 benches/fuzz_load.py [--device cuda:0] [--loads 4000] [--seconds N] [--processes 4]
+    PYTHONPATH=bindings/python python3 benches/fuzz_load.py [--device cuda:0] [--loads 4000]
+        [--seconds N] [--processes 4]
 
-A few small problems are tuned; what was kept of them is a bundle, a snapshot and files of single kernels. Each time one of
-these is damaged (bits flipped, bytes overwritten, parts swapped, cut, extended, or another of them put in its place), an engine
-that may not compile opens it, and a call computes into memory full of NaN. Either the call is refused, and nothing was
-written; or it is answered, since what it needs is whole, with the same bits as before the damage. What ends a process is told
-with the damage that did it.
+A few small problems are tuned; what was kept of them is a bundle, a snapshot and files of single kernels. Each time one
+of these is damaged (bits flipped, bytes overwritten, parts swapped, cut, extended, or another of them put in its
+place), an engine that may not compile opens it, and a call computes into memory full of NaN. Either the call is
+refused, and nothing was written; or it is answered, since what it needs is whole, with the same bits as before the
+damage. What ends a process is told with the damage that did it.
 
 Needs the command (`--flashtune`, else that of this repository or package), and PyTorch, or NumPy for the cpu.
 """

@@ -3,7 +3,7 @@
     python3 benches/peers.py OUT [--suites forward,heads] [--peers flashtune,cudnn,fa2,fa3,fa4,flex]
     python3 benches/peers.py OUT --suites decode,chunk,varlen,paged,quantised,skewed     # serving
     python3 benches/peers.py OUT --device cpu          # PyTorch's attention for the CPU
-    python3 benches/peers.py OUT --suites decode --dry-run                               # cases, bytes and aims, as JSON
+    python3 benches/peers.py OUT --suites decode --dry-run        # cases, bytes and aims, as JSON
 
 Suites of dense tensors (forward, heads, gqa, window, dense-decode) and of serving are of runs of their own. The
 latter have cases by name; on the CPU they run at small sizes, to see that everything works.

@@ -39,7 +39,10 @@ FAMILIES = {
         "    const LaneAddress at(smem_q);\n", CUDA, "smem", "args",
         "kWarps + kRowsPerWarp / 16 + kBlockKV / 16 + 3 * kStages + kQInRegisters + 2 * kPadRows + kLazyRescale",
     ),
-    "naive.cu": ("    extern __shared__ float smem[];\n", CUDA, "smem", "args", "kBlockQ / 16 + kBlockKV / 16 + kThreads / 64"),
+    "naive.cu": (
+        "    extern __shared__ float smem[];\n", CUDA, "smem", "args",
+        "kBlockQ / 16 + kBlockKV / 16 + kThreads / 64",
+    ),
     "cpu.c": (
         "    const int queries = (int)(tile.query_end - tile.query);\n", C, "", "",
         "BLOCK_Q / 16 + BLOCK_KV / 2 + UNROLL_Q + UNROLL_KV",

@@ -3,8 +3,8 @@
     python3 benches/programs.py [--cases window,document] [--peers flex,fa4] [--variant NAME=TEMPLATES] [--prepared]
 
 Prints a table of TFLOP/s on the scores that are visible, what they are of dense causal attention's, which runs in every
-round beside them (a GPU's clock falls while it works), and of FlexAttention's, and the largest error of a few rows beside
-fp64. Needs PyTorch and `libflashtune` (`cargo build --release -p flashtune-c`).
+round beside them (a GPU's clock falls while it works), and of FlexAttention's, and the largest error of a few rows
+beside fp64. Needs PyTorch and `libflashtune` (`cargo build --release -p flashtune-c`).
 """
 
 import argparse
@@ -23,8 +23,10 @@ def arguments():
     add = parser.add_argument
     add("--cases", type=lambda t: t.split(","), default=[""], help="parts of the names of those that are measured")
     add("--peers", type=lambda t: [p for p in t.split(",") if p], default=["flex", "fa4"], help="of flex,fa4")
-    add("--variant", action="append", default=[], metavar="NAME=DIR", help="flashtune with other templates, as one more")
-    add("--prepared", action="store_true", help="beside flashtune itself with block masks made before, as FlexAttention has its own")
+    add("--variant", action="append", default=[], metavar="NAME=DIR",
+        help="flashtune with other templates, as one more")
+    add("--prepared", action="store_true",
+        help="beside flashtune itself with block masks made before, as FlexAttention has its own")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=15)
     add("--heads", type=int, default=16)
@@ -85,7 +87,8 @@ def main():
     copy = copy_rate(torch, a.device, ticks)
     names = [*engines, *([PREPARED] if a.prepared else []), *a.peers]
     width = max(len(c.name) for c in cases)
-    print(f"copies: {copy:.0f} GB/s; TFLOP/s on visible scores, (of dense causal, of flex), errors in units of 1e-4 of a row's largest")
+    print(f"copies: {copy:.0f} GB/s; TFLOP/s on visible scores, (of dense causal, of flex), "
+          "errors in units of 1e-4 of a row's largest")
     print(" " * width, *(f"{n:>20}" for n in names), flush=True)
     compile_ahead(torch, a, cases, engines)
     dense = Dense(torch, a, engines["flashtune"])
@@ -93,7 +96,8 @@ def main():
     for case in cases:
         point = measure(torch, a, case, engines, dense, ticks)
         results.append(point)
-        print(f"{case.name:{width}}", *(f"{cell(point['results'].get(n, {})):>20}" for n in names), told(point), flush=True)
+        print(f"{case.name:{width}}", *(f"{cell(point['results'].get(n, {})):>20}" for n in names), told(point),
+              flush=True)
         if a.device == "cuda":
             torch.cuda.empty_cache()
     if a.json:
@@ -201,7 +205,9 @@ def measure(torch, a, case, engines, dense, ticks):
     for r in results.values():
         if "tflops" in r and "tflops" in results.get("flex", {}):
             r["of_flex"] = r["tflops"] / results["flex"]["tflops"]
-    return {"case": case.name, "dense_tflops": base, "length": length, "pairs": pairs, "aim": case.aim, "results": results}
+    return {
+        "case": case.name, "dense_tflops": base, "length": length, "pairs": pairs, "aim": case.aim, "results": results,
+    }
 
 
 def race(runs, rounds, ticks):

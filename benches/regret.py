@@ -1,14 +1,14 @@
-"""Whether a tuned kernel is ever slower than the default one: many sizes, little time for each, and then a race of the two by
-this script, which shares nothing with the tuner's own measurement.
+"""Whether a tuned kernel is ever slower than the default one: many sizes, little time for each, and then a race of the
+two by this script, which shares nothing with the tuner's own measurement.
 
     PYTHONPATH=bindings/python python3 benches/regret.py [--device cuda:0] [--shapes 200] [--seconds 230] [--json FILE]
 
-Of every problem a few sizes are tuned by a search, and the defaults of all are compiled beside each other; the best schedules of
-the few are then raced against the default in each other size (`tune --only`), half a second or less. Then two engines, one on the results and one that has
-kernels but no results, compute in turns, with caches flushed before, an odd number of rounds. What counts is the median of the
-ratios within rounds, with bounds of one-sided 95 % by order statistics: *faster* is a winner whose ratio to the default is below 1
-even at its upper bound. Where it is not, a second race of four times as many rounds decides, and *slower* is who is above 1
-there even at its lower bound.
+Of every problem a few sizes are tuned by a search, and the defaults of all are compiled beside each other; the best
+schedules of the few are then raced against the default in each other size (`tune --only`), half a second or less. Then
+two engines, one on the results and one that has kernels but no results, compute in turns, with caches flushed before,
+an odd number of rounds. What counts is the median of the ratios within rounds, with bounds of one-sided 95 % by order
+statistics: *faster* is a winner whose ratio to the default is below 1 even at its upper bound. Where it is not, a
+second race of four times as many rounds decides, and *slower* is who is above 1 there even at its lower bound.
 
 Needs the command (`--flashtune`, else that of this repository or package), and PyTorch, or NumPy for the cpu.
 """
@@ -93,7 +93,9 @@ class Tuner:
     def default(self, dtype, problem, shape):
         """The name of the schedule that a call runs on without a record."""
         (dim, mask), (batch, heads, kv_heads, q_len, kv_len) = problem, shape
-        sizes = {"head-dim": dim, "batch": batch, "heads": heads, "kv-heads": kv_heads, "q-len": q_len, "kv-len": kv_len}
+        sizes = {
+            "head-dim": dim, "batch": batch, "heads": heads, "kv-heads": kv_heads, "q-len": q_len, "kv-len": kv_len,
+        }
         case = [word for name, n in sizes.items() for word in (f"--{name}", str(n))]
         kernel = json.loads(self.run("emit", "--arch", self.arch, "--dtype", dtype, "--mask", mask, *case))["kernel"]
         return kernel.split(".")[2]
@@ -104,7 +106,9 @@ class Tuner:
         plain = [word for word in self.base if word != "--json"]
         for q_len in ("1", "4096"):
             case = ["--dtype", dtype, "--head-dim", str(dim), "--mask", mask, "--q-len", q_len]
-            done = subprocess.run([*plain, "emit", "--space", "--arch", self.arch, *case], capture_output=True, text=True)
+            done = subprocess.run(
+                [*plain, "emit", "--space", "--arch", self.arch, *case], capture_output=True, text=True
+            )
             # The first is the default of these sizes, in the space or not.
             names |= set(done.stdout.split()[1:])
         return names
@@ -246,7 +250,8 @@ def main():
         missing = tune(a, sizes, tuner)
         seconds = time.monotonic() - start
         count = sum(map(len, sizes.of.values()))
-        print(f"{count} sizes of {len(sizes.problems)} problems tuned in {seconds:.0f} s, {missing} without a result", flush=True)
+        print(f"{count} sizes of {len(sizes.problems)} problems tuned in {seconds:.0f} s, {missing} without a result",
+              flush=True)
         # Kernels and no results.
         plain = folder / "plain"
         for kernels in tuner.cache.glob("v*/artifacts"):
@@ -275,15 +280,19 @@ def report(a, rows, count, seconds):
     again = [r for r in raced if "first" in r]
     slower = [r for r in raced if r["least"] > 1]
     print(f"{len(rows)} of {count} sizes looked at, {seconds:.0f} s: the default won in {len(rows) - len(raced)}; of "
-          f"{len(raced)} others the winner is faster in {faster}, not told apart in {len(raced) - faster - len(slower)}, slower "
-          f"in {len(slower)}; {len(again)} were raced twice")
+          f"{len(raced)} others the winner is faster in {faster}, not told apart in "
+          f"{len(raced) - faster - len(slower)}, slower in {len(slower)}; {len(again)} were raced twice")
     if raced:
         at = lambda share: raced[min(len(raced) - 1, int(share * len(raced)))]["ratio"]  # noqa: E731
-        print(f"time of the winner over the default's: best {at(0):.3f}, median {at(0.5):.3f}, p95 {at(0.95):.3f}, worst "
-              f"{at(1):.3f}")
+        print(f"time of the winner over the default's: best {at(0):.3f}, median {at(0.5):.3f}, p95 {at(0.95):.3f}, "
+              f"worst {at(1):.3f}")
     for r in again:
-        words = [f"{ratio:.3f} ({least:.3f} to {most:.3f})" for ratio, least, most in [r["first"], (r["ratio"], r["least"], r["most"])]]
-        print(f"  twice: {r['problem']} {r['shape']} ({r['status']}): {words[0]}, then {words[1]}: {r['winner']} for {r['default']}")
+        words = [
+            f"{ratio:.3f} ({least:.3f} to {most:.3f})"
+            for ratio, least, most in [r["first"], (r["ratio"], r["least"], r["most"])]
+        ]
+        print(f"  twice: {r['problem']} {r['shape']} ({r['status']}): {words[0]}, then {words[1]}: "
+              f"{r['winner']} for {r['default']}")
     if a.json:
         a.json.write_text(json.dumps({"rows": rows, "sizes": count, "seconds": seconds}, indent=1))
     return int(bool(slower))

@@ -1,19 +1,20 @@
-"""Searches of other tuners' kinds on the recorded tables of `tuner/testdata/tables`, beside which flashtune's own stands.
+"""Searches of other tuners' kinds on the recorded tables of `tuner/testdata/tables`, beside which flashtune's own
+stands.
 
     python3 benches/searches.py [--seeds 100] > TABLE.md
 
-Counted are evaluations until one is within 1 % of the table's best; a schedule that failed counts, and one that was evaluated
-before does not. Each is written here after its description, none is taken from a tuner:
+Counted are evaluations until one is within 1 % of the table's best; a schedule that failed counts, and one that was
+evaluated before does not. Each is written here after its description, none is taken from a tuner:
 
 chance    picks without repetition
-ILS       iterated local search, as Kernel Tuner has it: first improvement among schedules that differ in one field, then three
-          fields at random
+ILS       iterated local search, as Kernel Tuner has it: first improvement among schedules that differ in one field,
+          then three fields at random
 GA        a genetic algorithm of 20: tournaments of 3, uniform crossover, a field of ten mutated
-LFBO      likelihood-free Bayesian optimisation, as Helion has it: a random forest tells the best third of what was evaluated
-          from the rest; batches of 6, the likeliest of all that are open, one of six by chance
+LFBO      likelihood-free Bayesian optimisation, as Helion has it: a random forest tells the best third of what was
+          evaluated from the rest; batches of 6, the likeliest of all that are open, one of six by chance
 
-Each begins by chance: none has a model of the device, nor a default. Needs scikit-learn for LFBO. flashtune's own figures are what
-`searches_of_recorded_tables_find_the_best_soon` prints.
+Each begins by chance: none has a model of the device, nor a default. Needs scikit-learn for LFBO. flashtune's own
+figures are what `searches_of_recorded_tables_find_the_best_soon` prints.
 """
 
 import argparse

@@ -60,7 +60,8 @@ def main():
         took, wrong = [], 0
         for n in range(a.calls):
             q_len = chance.choice([1, chance.randint(1, longest)])
-            problem, batch, kv_len = chance.randrange(len(PROBLEMS)), chance.randint(1, 2), chance.randint(q_len, longest)
+            problem, batch = chance.randrange(len(PROBLEMS)), chance.randint(1, 2)
+            kv_len = chance.randint(q_len, longest)
             seconds, out = call(problem, batch, q_len, kv_len)
             took.append(seconds)
             if n % 64 == 0:

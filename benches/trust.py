@@ -4,15 +4,15 @@
 
 repeat   one problem tuned with many seeds, each in a cache of its own that shares compiled kernels alone: which
          schedules win, and, raced against each other in the end, by how much they differ; the seconds cold and warm
-kill     a tuner that is killed (SIGKILL) again and again, each a little later than the one before, until one ends: what each
-         began with, and what was compiled twice
+kill     a tuner that is killed (SIGKILL) again and again, each a little later than the one before, until one ends: what
+         each began with, and what was compiled twice
 workers  a tuning whose workers and compilers are killed at random moments, on all devices where there are several
 memory   the most that a tuning takes of a GPU's memory, by nvidia-smi, beside what its tensors take
 two      two tuners of one problem on one cache, at once
 faults   templates in which every second schedule has a planted fault (an illegal address, an endless loop, a trap, an
          address beyond shared memory, an endless loop with many keys alone): what each costs, and who wins
-warm     a length tuned in an empty cache and beside half that length, whose results lead and whose kernels are there: seconds,
-         schedules tried and compiled, and by how much the winners differ when raced together
+warm     a length tuned in an empty cache and beside half that length, whose results lead and whose kernels are there:
+         seconds, schedules tried and compiled, and by how much the winners differ when raced together
 family   four lengths of one problem tuned together in an empty cache: seconds, and how many kernels serve them
 graph    one problem tuned for eager launches and for replayed graphs: who wins, and that neither answers for the other
 devices  the same problems on one device and on all

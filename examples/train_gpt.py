@@ -3,10 +3,10 @@
     PYTHONPATH=bindings/python python3 examples/train_gpt.py            # 12 layers, 12 heads, 768, on a GPU
     PYTHONPATH=bindings/python python3 examples/train_gpt.py --tiny     # anywhere
 
-The text is made here: sentences and sums with a grammar, by a seed. For each kind of attention (heads of their own, query
-heads that share KV heads, documents packed into rows) it prints how far the losses of two of PyTorch's kernels are apart,
-how far flashtune's are from both, and at some steps the error of the gradients of all weights against attention in fp64,
-beside that of unfused attention.
+The text is made here: sentences and sums with a grammar, by a seed. For each kind of attention (heads of their own,
+query heads that share KV heads, documents packed into rows) it prints how far the losses of two of PyTorch's kernels
+are apart, how far flashtune's are from both, and at some steps the error of the gradients of all weights against
+attention in fp64, beside that of unfused attention.
 """
 
 import argparse
@@ -106,7 +106,10 @@ def unfused(dtype):
     def attend(q, k, v, documents):
         group = q.shape[2] // k.shape[2]
         of = q.dtype
-        q, k, v = (x.to(dtype or of).transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        q, k, v = (
+            x.to(dtype or of).transpose(1, 2)
+            for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
+        )
         with torch.autocast(q.device.type, enabled=False):
             s = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
             s = s.masked_fill(~seen(documents, s.shape[-1], s.device), float("-inf"))
@@ -126,7 +129,8 @@ def main():
     layers, heads, width, rows, length = (2, 4, 64, 2, 64) if a.tiny else (12, 12, 768, 16, 512)
     steps = a.steps or (20 if a.tiny else 300)
     data = text(1 << 16 if a.tiny else 1 << 22).to(device)
-    print(f"flashtune {flashtune.version()}, PyTorch {torch.__version__}, {device}: {layers} layers, {heads} heads, {width}")
+    print(f"flashtune {flashtune.version()}, PyTorch {torch.__version__}, {device}: "
+          f"{layers} layers, {heads} heads, {width}")
 
     for kind in a.kinds.split(","):
         kv_heads = heads // 2 if a.tiny and kind == "gqa" else heads // 3 if kind == "gqa" else heads
@@ -153,7 +157,10 @@ def main():
 
         def errors(model, step):
             exact = gradients(model, unfused(torch.float64), step)
-            return [((gradients(model, f, step) - exact).norm() / exact.norm()).item() for f in (of_flashtune, unfused(None))]
+            return [
+                ((gradients(model, f, step) - exact).norm() / exact.norm()).item()
+                for f in (of_flashtune, unfused(None))
+            ]
 
         one, other = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH) if kind == "documents" else (
             SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -189,7 +196,8 @@ def main():
         beyond = (least > 2 * torch.cummax(apart, 0).values).sum().item()
         print(f"{kind}: heads {heads}/{kv_heads}, {rows} x {length} tokens, {steps} steps")
         print("  loss of the first and last step:", ", ".join(f"{n} {l[0]:.4f} {l[-1]:.4f}" for n, l in losses.items()))
-        print(f"  most that PyTorch's two are apart {apart.max():.5f}, that flashtune is from the nearer {least.max():.5f}; "
+        print(f"  most that PyTorch's two are apart {apart.max():.5f}, "
+              f"that flashtune is from the nearer {least.max():.5f}; "
               f"steps where it is more than twice the most so far: {beyond} of {steps}")
         for step, (mine, plain) in off.items():
             print(f"  gradients of step {step}, relative error: flashtune {mine:.2e}, unfused {plain:.2e}")

@@ -1,4 +1,5 @@
-"""A model of Transformers on flashtune, beside Transformers' own attention: same tokens, and with --large tokens per second.
+"""A model of Transformers on flashtune, beside Transformers' own attention: same tokens, and with --large tokens per
+second.
 
     PYTHONPATH=bindings/python python3 examples/transformers_generate.py          # tiny, anywhere
     PYTHONPATH=bindings/python python3 examples/transformers_generate.py --large  # a 1.2B Llama in bf16, on a GPU

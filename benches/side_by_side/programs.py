@@ -36,7 +36,8 @@ class Size:
 
 
 def documents(mean):
-    """Numbers of packed documents whose lengths are between half and one and a half times the mean, at no boundary of a block."""
+    """Numbers of packed documents whose lengths are between half and one and a half times the mean, at no boundary of a
+    block."""
 
     def make(size):
         draw, lengths = random.Random(mean), []

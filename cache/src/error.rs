@@ -64,7 +64,8 @@ pub enum Error {
     /// An export found no record to write.
     #[error(
         "nothing to export to {}: no record matches the filter{}; run `flashtune list` to see what is tuned",
-        path.display(), if *skipped > 0 { format!(" and still has its kernel ({skipped} lost theirs)") } else { String::new() }
+        path.display(),
+        if *skipped > 0 { format!(" and still has its kernel ({skipped} lost theirs)") } else { String::new() }
     )]
     Empty {
         /// The bundle that was to be written.

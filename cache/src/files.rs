@@ -348,7 +348,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(crate::testing::mutations(2000)))]
         #[test]
-        fn no_mutation_of_a_file_yields_another_artifact(at in 0usize..1 << 20, byte in any::<u8>(), cut in 0usize..1 << 20) {
+        fn no_mutation_of_a_file_yields_another_artifact(
+            at in 0usize..1 << 20, byte in any::<u8>(), cut in 0usize..1 << 20,
+        ) {
             let a = artifact(3);
             let key = a.recipe.key();
             let good = seal(&a);

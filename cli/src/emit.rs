@@ -122,7 +122,8 @@ pub(crate) fn run(cx: &mut Context, args: Args) -> Result<()> {
         let resources = kernel.resources();
         return cx.print_json(&json!({
             "kernel": source.name, "entry": source.entry, "family": kernel.schedule.family().name(),
-            "schedule": kernel.schedule.to_string(), "arch": kernel.arch.to_string(), "options": source.options, "resources": resources, "source": source.text,
+            "schedule": kernel.schedule.to_string(), "arch": kernel.arch.to_string(), "options": source.options,
+                "resources": resources, "source": source.text,
         }));
     }
     write!(cx.out, "{}", source.text)?;

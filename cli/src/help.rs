@@ -69,7 +69,8 @@ pub(crate) fn grouped(command: clap::Command) -> clap::Command {
         commands.push('\n');
     }
     command.help_template(format!(
-        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{commands}Options of every command:\n{{options}}{{after-help}}"
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{commands}Options of every command:\n\
+         {{options}}{{after-help}}"
     ))
 }
 

@@ -53,8 +53,8 @@ pub(crate) enum MaskChoice {
 }
 
 /// What a mask may be.
-const MASKS: &str = "full, causal, window:LEFT,RIGHT with a number or - for an unbounded side, the name of a built-in program \
-                     (chunked, document, ...), or the text of one";
+const MASKS: &str = "full, causal, window:LEFT,RIGHT with a number or - for an unbounded side, the name of a built-in \
+                     program (chunked, document, ...), or the text of one";
 
 /// Masks that one option names: `causal`, several as in `full,causal,window:512,0`, the name of a built-in program, or
 /// the text of one.

@@ -55,7 +55,9 @@ use std::process::ExitCode;
 
 /// Generates, tunes and ships fused attention kernels.
 #[derive(Parser)]
-#[command(name = "flashtune", version, long_version = version::LONG, after_help = help::AFTER, propagate_version = true)]
+#[command(
+    name = "flashtune", version, long_version = version::LONG, after_help = help::AFTER, propagate_version = true
+)]
 struct Cli {
     #[command(flatten)]
     global: Global,

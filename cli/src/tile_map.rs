@@ -163,7 +163,8 @@ impl TileMap {
              <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
              <text x=\"{left}\" y=\"20\">{}</text>\n<text x=\"{left}\" y=\"38\">{}</text>\n\
              <text x=\"{left}\" y=\"57\" fill=\"#666\">keys →</text>\n\
-             <text x=\"20\" y=\"{top}\" fill=\"#666\" transform=\"rotate(-90 20 {top})\" text-anchor=\"end\">← queries</text>\n",
+             <text x=\"20\" y=\"{top}\" fill=\"#666\" transform=\"rotate(-90 20 {top})\" \
+             text-anchor=\"end\">← queries</text>\n",
             escape(&self.title),
             escape(&self.summary()),
         );

@@ -96,7 +96,11 @@ impl View {
     /// The same as events of the trace format that Chromium and Perfetto read. `process` tells traces of one file
     /// apart.
     pub(crate) fn trace(&self, process: usize, name: &str) -> Vec<Value> {
-        let named = |what: &str, tid: u32, name: &str| json!({"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": name}});
+        let named = |what: &str, tid: u32, name: &str| {
+            json!({
+                "ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": name},
+            })
+        };
         let mut events = vec![named("process_name", 0, name)];
         let lanes: BTreeMap<u32, &str> = self.spans.iter().map(|s| (s.number, s.lane.as_str())).collect();
         events.extend(lanes.iter().map(|(number, name)| named("thread_name", *number, name)));

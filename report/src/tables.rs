@@ -298,11 +298,13 @@ mod tests {
             "800.0 TFLOP/s (cuBLAS)",
             "4000 GB/s",
             "## forward, TFLOP/s",
-            "| batch | heads | length | problem | flashtune | fa3 | best | flashtune / best other | roofline share of best |",
+            "| batch | heads | length | problem | flashtune | fa3 | best | flashtune / best other | \
+             roofline share of best |",
             "| 4 | 16 | 1k | bf16 128 causal | 100.0 | 200.0 | fa3 | 0.50x | 40.0 % | 1755 MHz, 651 W, power cap |",
             "## decode, GB/s",
             "| 4 | 16 | 1 x 8k | bf16 128 causal | 800.0 | 1600 | fa3 |",
-            "| 4 | 16 | 1k | flashtune | 10.0 | 9.00..11.0 | 20.0 % | 100.0 TFLOP/s | 12.5 % | 20.0 % | 4.00x | 1.00x | 61.0 MiB | w4x32-kv64 |",
+            "| 4 | 16 | 1k | flashtune | 10.0 | 9.00..11.0 | 20.0 % | 100.0 TFLOP/s | 12.5 % | 20.0 % | 4.00x | \
+             1.00x | 61.0 MiB | w4x32-kv64 |",
             "Without fa4 at 2 of 2 points: ImportError: no module &lt;b>cute&lt;/b> \\| here.",
             "| flashtune | bf16 128 causal | 4 | 16 | 100 | 1.0e-3 | 2.0e-3 | yes | - |",
         ] {

@@ -1,6 +1,6 @@
 /*
- * A CUDA driver that runs nothing and writes down what it is asked: enough of the interface for launches, streams, events, captures and
- * memory in stream order. Handles are small numbers; a stream is told apart by its handle.
+ * A CUDA driver that runs nothing and writes down what it is asked: enough of the interface for launches, streams,
+ * events, captures and memory in stream order. Handles are small numbers; a stream is told apart by its handle.
  */
 #include <pthread.h>
 #include <stdarg.h>
@@ -43,8 +43,8 @@ static uintptr_t next(uintptr_t *counter, uintptr_t step) {
     return made;
 }
 
-/* What tests say and ask: where `found` lies among a kernel's arguments; whether streams are captured, events have come to pass,
- * and streams have identifiers; which kernel cannot be launched. */
+/* What tests say and ask: where `found` lies among a kernel's arguments; whether streams are captured, events have come
+ * to pass, and streams have identifiers; which kernel cannot be launched. */
 void fake_found_at(size_t at) { found_at = at; }
 void fake_state(int captured, int past, int ids) { capturing = captured, passed = past, with_ids = ids, ended = 0; }
 void fake_failing(const char *name) { snprintf(failing, sizeof failing, "%s", name); }
@@ -63,7 +63,9 @@ int cuGetErrorName(int e, const char **s) { return *s = e == 1 ? "CUDA_ERROR_INV
 int cuGetErrorString(int e, const char **s) { return (void)e, *s = "it was told to fail", 0; }
 int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetCount(int *count) { return *count = 2, 0; }
-int cuDeviceGetName(char *name, int room, int device) { return snprintf(name, (size_t)room, "Paper GPU %d", device), 0; }
+int cuDeviceGetName(char *name, int room, int device) {
+    return snprintf(name, (size_t)room, "Paper GPU %d", device), 0;
+}
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return (void)device, *bytes = (size_t)1 << 37, 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     (void)device;
@@ -118,7 +120,9 @@ int cuEventQuery(void *event) {
 int cuEventElapsedTime(float *ms, void *start, void *end) { return (void)start, (void)end, *ms = 0.0f, 0; }
 
 int cuMemPoolCreate(void **pool, const void *properties) { return (void)properties, *pool = (void *)9, 0; }
-int cuMemPoolSetAttribute(void *pool, int attribute, void *value) { return (void)pool, (void)attribute, (void)value, 0; }
+int cuMemPoolSetAttribute(void *pool, int attribute, void *value) {
+    return (void)pool, (void)attribute, (void)value, 0;
+}
 int cuMemPoolDestroy(void *pool) { return (void)pool, 0; }
 int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, void *pool, void *stream) {
     (void)pool;
@@ -126,10 +130,12 @@ int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, void *pool, void *s
     if (ended) return 901;
     return say("take %lx of %zu on %lu\n", (unsigned long)*address, bytes, n(stream)), 0;
 }
-int cuMemFreeAsync(uint64_t address, void *stream) { return say("free %lx on %lu\n", (unsigned long)address, n(stream)), 0; }
+int cuMemFreeAsync(uint64_t address, void *stream) {
+    return say("free %lx on %lu\n", (unsigned long)address, n(stream)), 0;
+}
 
-int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz, unsigned smem, void *stream,
-                   void **parameters, void **extra) {
+int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz, unsigned smem,
+                   void *stream, void **parameters, void **extra) {
     (void)x, (void)y, (void)z, (void)tx, (void)ty, (void)tz, (void)smem, (void)extra;
     if (ended) return 901;
     uint64_t found;

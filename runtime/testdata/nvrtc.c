@@ -1,6 +1,6 @@
-/* A stand-in for NVRTC that remembers the last source, as the real one does from CUDA 13 on beside a driver: it answers a source
-   that it meets again with an empty log. VERSION is the major version; 12 knows neither the cache nor the option. With
-   NO_OPTION it has the cache alone. */
+/* A stand-in for NVRTC that remembers the last source, as the real one does from CUDA 13 on beside a driver: it answers
+   a source that it meets again with an empty log. VERSION is the major version; 12 knows neither the cache nor the
+   option. With NO_OPTION it has the cache alone. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +16,8 @@ int nvrtcVersion(int *major, int *minor) { return *major = VERSION, *minor = 0, 
 int nvrtcGetNumSupportedArchs(int *n) { return *n = 1, 0; }
 int nvrtcGetSupportedArchs(int *archs) { return archs[0] = 90, 0; }
 
-int nvrtcCreateProgram(Program **p, const char *source, const char *name, int n, const char **headers, const char **names) {
+int nvrtcCreateProgram(Program **p, const char *source, const char *name, int n, const char **headers,
+                       const char **names) {
     *p = calloc(1, sizeof **p);
     (*p)->source = strdup(source);
     (*p)->log = "";

@@ -290,7 +290,8 @@ proptest! {
         edits in prop::collection::vec((any::<prop::sample::Index>(), anything()), 1..4),
         tensor_parallel in 0u32..9,
     ) {
-        let mut value: Value = serde_json::from_str(&std::fs::read_to_string(file(&format!("{start}.json"))).unwrap()).unwrap();
+        let text = std::fs::read_to_string(file(&format!("{start}.json"))).unwrap();
+        let mut value: Value = serde_json::from_str(&text).unwrap();
         for (at, new) in edits {
             let top = value.as_object_mut().unwrap();
             let fields = match top.get("text_config").is_some_and(Value::is_object) {
@@ -298,9 +299,10 @@ proptest! {
                 false => top,
             };
             let names = ["model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
-                "num_hidden_layers", "max_position_embeddings", "sliding_window", "sliding_window_pattern", "layer_types",
-                "max_window_layers", "use_sliding_window", "attention_chunk_size", "no_rope_layers", "torch_dtype",
-                "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "attn_logit_softcapping", "text_config"];
+                "num_hidden_layers", "max_position_embeddings", "sliding_window", "sliding_window_pattern",
+                "layer_types", "max_window_layers", "use_sliding_window", "attention_chunk_size", "no_rope_layers",
+                "torch_dtype", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "attn_logit_softcapping",
+                "text_config"];
             fields.insert(names[at.index(names.len())].to_owned(), new);
         }
         let Ok(model) = Model::from_json(&value.to_string()) else { return Ok(()) };

@@ -9,7 +9,8 @@
  * FAULT_ERRNO  what they fail with
  * FAULT_DELAY_MS  how long every operation takes more
  * FAULT_CLOCK_S  how many seconds the clock of the day is ahead; files keep their times
- * FAULT_POWER  what was not synced when its file got another name is lost, as when the power fails then: the file is empty
+ * FAULT_POWER  what was not synced when its file got another name is lost, as when the power fails then: the file is
+ *              empty
  * FAULT_KILL_AT  the operation in which the process is killed; if it writes, half of that is written
  *
  * Random ones:
@@ -118,7 +119,8 @@ static void note(long n, long failed) {
     close(fd);
 }
 
-/* Counts an operation. Whether it is to fail: then errno is set. KILLED is returned for the one that is the process's last. */
+/* Counts an operation. Whether it is to fail: then errno is set. KILLED is returned for the one that is the process's
+ * last. */
 enum { WORKS, FAILS, KILLED };
 static int fate(void) {
     long n = atomic_fetch_add(&operations, 1) + 1;

@@ -66,7 +66,8 @@ fn a_compiler_and_what_it_started_end_with_a_killed_host() {
     let pids = place.path("pids");
     // A driver that starts the compiler proper and waits for it, as compilers do.
     let driver = format!(
-        "#!/bin/sh\n[ \"$1\" = --version ] && exec echo slow 1\nsleep 60 &\necho $$ $! > {0}.new; mv {0}.new {0}\nwait\n",
+        "#!/bin/sh\n[ \"$1\" = --version ] && exec echo slow 1\nsleep 60 &\n\
+         echo $$ $! > {0}.new; mv {0}.new {0}\nwait\n",
         pids.display()
     );
     let driver = place.program("driver-cc", &driver);

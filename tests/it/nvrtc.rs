@@ -396,7 +396,8 @@ const PROGRAMS: [&str; 12] = [
      score = score + t[h, n if n < 8 else min(8 + int_floor(3.9 * log(n / 7.7)), 15)];",
 ];
 
-const DOCUMENTS_WITH_BIASES: &str = "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];";
+const DOCUMENTS_WITH_BIASES: &str = "bias: bf16[heads, q_len, kv_len]; d: i32[batch, kv_len] nondecreasing; \
+                                     mask = d[b, q] == d[b, kv]; score = score + bias[h, q, kv];";
 
 #[test]
 fn score_programs_compile_without_spills_in_default_schedules() {

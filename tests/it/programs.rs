@@ -93,7 +93,8 @@ fn every_built_in_is_right_on_the_cpu_in_every_dtype() {
     add("division by zero", "mask = kv != q; score = score / (kv - q) + log2(abs(kv - q)) * 0.1;");
     add(
         "functions",
-        "score = 0.5 * log(1.0 + exp(min(score, 20.0))) + 3.0 * sigmoid(score) - sqrt(1.0 + score * score) + exp(-0.05 * abs(q - kv));",
+        "score = 0.5 * log(1.0 + exp(min(score, 20.0))) + 3.0 * sigmoid(score) - sqrt(1.0 + score * score) \
+         + exp(-0.05 * abs(q - kv));",
     );
     add(
         "floats as ints",

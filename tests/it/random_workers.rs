@@ -220,7 +220,8 @@ fn whoever_goes_wrong_at_random_costs_itself_alone() {
     let mean = costs.iter().sum::<Duration>() / costs.len() as u32;
     let (p99, most) = (costs[costs.len() * 99 / 100], costs[costs.len() - 1]);
     println!(
-        "{failures} went wrong in {jobs} jobs ({undecided} undecided): {mean:?} each, p99 {p99:?}, at most {most:?}: {kinds:?}"
+        "{failures} went wrong in {jobs} jobs ({undecided} undecided): {mean:?} each, p99 {p99:?}, \
+         at most {most:?}: {kinds:?}"
     );
     assert!(mean < Duration::from_secs(3) && most < Duration::from_secs(10), "{mean:?}, at most {most:?}");
 }

@@ -274,7 +274,8 @@ fn artifact(file: &str, bundle: &[u8]) -> (Vec<u8>, String, String) {
     let digest = digest(&layer);
     let blob = |kind: &str| format!("{{\"mediaType\":\"{kind}\",\"digest\":\"{digest}\",\"size\":{}}}", layer.len());
     let manifest = format!(
-        "{{\"schemaVersion\":2,\"artifactType\":\"application/vnd.flashtune.bundle.v1\",\"config\":{},\"layers\":[{}]}}",
+        "{{\"schemaVersion\":2,\"artifactType\":\"application/vnd.flashtune.bundle.v1\",\
+         \"config\":{},\"layers\":[{}]}}",
         blob("application/vnd.oci.image.config.v1+json"),
         blob("application/vnd.oci.image.layer.v1.tar")
     );
@@ -371,7 +372,8 @@ fn layers_may_lie_elsewhere_but_no_password_goes_there() {
         "/v2/" => {
             write!(
                 out,
-                "HTTP/1.1 401 No\r\nWWW-Authenticate: Basic realm=\"x\"\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+                "HTTP/1.1 401 No\r\nWWW-Authenticate: Basic realm=\"x\"\r\nConnection: close\r\n\
+                 Content-Length: 0\r\n\r\n"
             )
         }
         p if p.contains("/manifests/") => answer(out, "200 OK", manifest.as_bytes()),

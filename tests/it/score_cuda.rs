@@ -29,8 +29,9 @@ fn source(programs: &[Program]) -> String {
         let (code, tile) = (code.print(Dialect::Cuda, "v"), tile.print(Dialect::Cuda, "t"));
         let _ = writeln!(
             text,
-            "extern \"C\" __global__ void program{i}(const __grid_constant__ Side arg, float *out, float score, int b, int h, \
-             int h_kv, int q, int kv, int q_len, int kv_len, int q_first, int q_last, int kv_first, int kv_last) {{\n\
+            "extern \"C\" __global__ void program{i}(const __grid_constant__ Side arg, float *out, float score, int b, \
+             int h, int h_kv, int q, int kv, int q_len, int kv_len, int q_first, int q_last, int kv_first, \
+             int kv_last) {{\n\
              const Side *side = &arg; int n = 0;\n{}{}",
             code.all(),
             tile.all()
@@ -50,12 +51,15 @@ fn derivative(text: &mut String, i: usize, program: &Program) {
     let code = code.print(Dialect::Cuda, "d");
     let _ = writeln!(
         text,
-        "extern \"C\" __global__ void derivative{i}(const __grid_constant__ Side arg, float *out, float raw, float scale, int b, \
-         int h, int h_kv, int q, int kv_first, int q_len, int kv_len) {{\n\
+        "extern \"C\" __global__ void derivative{i}(const __grid_constant__ Side arg, float *out, float raw, \
+         float scale, int b, int h, int h_kv, int q, int kv_first, int q_len, int kv_len) {{\n\
          const Side *side = &arg; const AlongKeys<false> along; const auto ft_capf = ft_cap<false>;\n\
-         const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) {{ return along.bf16(p, at, stride, nth); }};\n\
-         const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) {{ return along.f16(p, at, stride, nth); }};\n\
-         const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) {{ return along.f32(p, at, stride, nth); }};\n\
+         const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) {{ \
+         return along.bf16(p, at, stride, nth); }};\n\
+         const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) {{ \
+         return along.f16(p, at, stride, nth); }};\n\
+         const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) {{ \
+         return along.f32(p, at, stride, nth); }};\n\
          for (int offset = 0, n = 0; offset < 4; offset++) {{\n\
          const int kv = kv_first + offset; const float score = raw * scale;\n{}",
         code.all()

@@ -79,9 +79,11 @@ fn template(menu: &[(&str, Stage, &str, &str)]) -> TemplateSet {
         );
     }
     text += &format!(
-        "#else\n#error not in the menu\n#endif\n#define FULL {FULL}\n#define BATCH {BATCH}\n#include <signal.h>\n#include <stdlib.h>\n\
-         #include <string.h>\n#include <sys/stat.h>\n#include <unistd.h>\nconst int schedule_number = NUMBER;\nAT_LOAD\n\
-         static int deep(volatile int n) {{ volatile char frame[4096]; frame[n % 4096] = 1; return n ? deep(n - 1) + frame[9] : 0; }}\n\
+        "#else\n#error not in the menu\n#endif\n#define FULL {FULL}\n#define BATCH {BATCH}\n#include <signal.h>\n\
+         #include <stdlib.h>\n#include <string.h>\n#include <sys/stat.h>\n#include <unistd.h>\n\
+         const int schedule_number = NUMBER;\nAT_LOAD\n\
+         static int deep(volatile int n) {{ volatile char frame[4096]; frame[n % 4096] = 1; \
+         return n ? deep(n - 1) + frame[9] : 0; }}\n\
          int (*const keep)(volatile int) = deep;\n"
     );
     planted(&text, "FAULT")

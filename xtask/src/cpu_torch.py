@@ -2,9 +2,9 @@
 
     python cpu_torch.py FOLDER
 
-FOLDER is where `pip install --no-deps --target` has put PyTorch. Its libraries are linked against CUDA's, of which a CPU
-run calls nothing: libraries without content take their places. What a loader resolves before the first call has a name
-there, and ends the process if it is ever called.
+FOLDER is where `pip install --no-deps --target` has put PyTorch. Its libraries are linked against CUDA's, of which a
+CPU run calls nothing: libraries without content take their places. What a loader resolves before the first call has a
+name there, and ends the process if it is ever called.
 """
 
 import re

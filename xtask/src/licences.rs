@@ -1,5 +1,5 @@
-//! The licences of what is compiled into the library and the command: which ones there may be, and their texts, which go
-//! along with what is shipped.
+//! The licences of what is compiled into the library and the command: which ones there may be, and their texts, which
+//! go along with what is shipped.
 
 use super::metadata::{Metadata, Package};
 use anyhow::{Context, Result};

@@ -106,7 +106,8 @@ mod tests {
     #[test]
     fn hashes_are_read_from_the_lock_file() {
         let lock = "version = 4\n\n[[package]]\nname = \"a\"\nversion = \"1.0.0+b\"\nsource = \"r\"\n\
-                    checksum = \"00ff\"\ndependencies = [\n \"c\",\n]\n\n[[package]]\nname = \"c\"\nversion = \"0.1.0\"\n";
+                    checksum = \"00ff\"\ndependencies = [\n \"c\",\n]\n\n\
+                    [[package]]\nname = \"c\"\nversion = \"0.1.0\"\n";
         let found = hashes(lock);
         assert_eq!(found, BTreeMap::from([(("a".to_owned(), "1.0.0+b".to_owned()), "00ff".to_owned())]));
     }

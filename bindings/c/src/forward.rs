@@ -298,7 +298,8 @@ pub(crate) fn mask(number: i32, window: (i64, i64)) -> Result<engine::Mask> {
     const WINDOW: i32 = Mask::Window as i32;
     match number {
         FULL | CAUSAL if window != (0, 0) => Err(Failure::argument(format!(
-            "window_left and window_right are {window:?}, but mask is {number}; use FLASHTUNE_MASK_WINDOW, or leave them 0"
+            "window_left and window_right are {window:?}, but mask is {number}; use FLASHTUNE_MASK_WINDOW, or leave \
+             them 0"
         ))),
         FULL => Ok(engine::Mask::Full),
         CAUSAL => Ok(engine::Mask::Causal),

@@ -111,8 +111,8 @@ fn scale(args: &RaggedArgs) -> Result<Option<f32>> {
     }
     match flags & RAGGED_SCALE {
         0 if softmax_scale != 0.0 => Err(Failure::argument(format!(
-            "softmax_scale is {softmax_scale}, but flags lacks FLASHTUNE_RAGGED_SCALE; set the flag, or leave the scale \
-             0"
+            "softmax_scale is {softmax_scale}, but flags lacks FLASHTUNE_RAGGED_SCALE; set the flag, or leave the \
+             scale 0"
         ))),
         0 => Ok(None),
         _ => Ok(Some(softmax_scale)),

@@ -1,5 +1,6 @@
 /*
- * Bad input through the C ABI: every case must give its status and a text, and the engine must still compute afterwards.
+ * Bad input through the C ABI: every case must give its status and a text, and the engine must still compute
+ * afterwards.
  */
 #include <flashtune.h>
 #include <stdbool.h>
@@ -16,7 +17,8 @@ static flashtune_engine engine;
 static int cases, failures;
 
 static flashtune_forward_args good(void) {
-    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, ROWS * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, ROWS * DIM, DIM, 1},
+                          .dtype = FLASHTUNE_DTYPE_F32};
     flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = t, .v = t, .o = t, .lse = lse};
     a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o;
     return a;
@@ -97,8 +99,9 @@ static void block_masks(void) {
     BAD_BLOCK_MASK(m.q_len = -1, argument, "q_len is -1");
     BAD_BLOCK_MASK(m.batch = (int64_t)1 << 40, argument, "batch is 1099511627776");
     BAD_BLOCK_MASK(m.kv_len = INT32_MAX, FLASHTUNE_STATUS_UNSUPPORTED, "kv_len");
-    flashtune_block_mask_args m = {.struct_size = sizeof m, .mask_program = "kv <= q + n", .inputs = &n, .inputs_len = 1,
-                                   .input_size = sizeof n, .heads = HEADS, .q_len = ROWS, .kv_len = ROWS};
+    flashtune_block_mask_args m = {.struct_size = sizeof m, .mask_program = "kv <= q + n", .inputs = &n,
+                                   .inputs_len = 1, .input_size = sizeof n, .heads = HEADS, .q_len = ROWS,
+                                   .kv_len = ROWS};
     flashtune_block_mask made;
     expect("no place for the block mask", flashtune_block_mask_create(engine, &m, NULL), argument, "null");
     expect("no engine", flashtune_block_mask_create(5, &m, &made), handle, "engine");
@@ -220,7 +223,8 @@ static void handles(void) {
     for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
         expect("stranger", flashtune_forward(strangers[i], &a), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
         expect("stranger", flashtune_engine_close(strangers[i]), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
-        expect("stranger", flashtune_explain(strangers[i], 0, NULL, 0, NULL), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
+        expect("stranger", flashtune_explain(strangers[i], 0, NULL, 0, NULL), FLASHTUNE_STATUS_INVALID_HANDLE,
+               "engine");
     }
 }
 
@@ -228,8 +232,8 @@ static void explanations(void) {
     char text[8192];
     size_t length = 0;
     memset(text, 'x', sizeof text);
-    expect("before the first", flashtune_explain(engine, 0, text, sizeof text, &length), FLASHTUNE_STATUS_INVALID_ARGUMENT,
-           "call forward first");
+    expect("before the first", flashtune_explain(engine, 0, text, sizeof text, &length),
+           FLASHTUNE_STATUS_INVALID_ARGUMENT, "call forward first");
     flashtune_forward_args a = good();
     expect("forward", flashtune_forward(engine, &a), FLASHTUNE_STATUS_OK, "");
     expect("length", flashtune_explain(engine, 0, NULL, 0, &length), FLASHTUNE_STATUS_BUFFER_TOO_SMALL, "bytes");
@@ -238,10 +242,12 @@ static void explanations(void) {
     expect("exact", flashtune_explain(engine, 0, text, length + 1, NULL), FLASHTUNE_STATUS_OK, "");
     if (strlen(text) != length || !strstr(text, "forward-f32-d16-full") || text[length + 1] != 'x')
         failures++, fprintf(stderr, "not the text: %s\n", text);
-    expect("json", flashtune_explain(engine, FLASHTUNE_FORMAT_JSON, text, sizeof text, &length), FLASHTUNE_STATUS_OK, "");
+    expect("json", flashtune_explain(engine, FLASHTUNE_FORMAT_JSON, text, sizeof text, &length), FLASHTUNE_STATUS_OK,
+           "");
     if (text[0] != '{' || text[length - 1] != '}' || !strstr(text, "\"shape\":\"b1 h2/2 8x8 full\""))
         failures++, fprintf(stderr, "not the JSON: %s\n", text);
-    expect("format", flashtune_explain(engine, 2, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "format");
+    expect("format", flashtune_explain(engine, 2, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT,
+           "format");
     expect("no buffer", flashtune_explain(engine, 0, NULL, 9, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "null");
 }
 
@@ -265,7 +271,8 @@ static void serving(void) {
     a.mask = FLASHTUNE_MASK_CAUSAL;
     expect("a miss", flashtune_forward(engine, &a), FLASHTUNE_STATUS_SEALED, "sealed in");
     expect("length", flashtune_counters(engine, 0, NULL, 0, &length), FLASHTUNE_STATUS_BUFFER_TOO_SMALL, "bytes");
-    expect("format", flashtune_counters(engine, 9, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT, "format");
+    expect("format", flashtune_counters(engine, 9, text, sizeof text, NULL), FLASHTUNE_STATUS_INVALID_ARGUMENT,
+           "format");
     expect("text", flashtune_counters(engine, FLASHTUNE_FORMAT_TEXT, text, sizeof text, NULL), FLASHTUNE_STATUS_OK, "");
     if (strlen(text) != length || !strstr(text, "# TYPE flashtune_refused_total counter"))
         failures++, fprintf(stderr, "not what Prometheus reads: %s\n", text);
@@ -329,7 +336,8 @@ static void forks(void) {
     if (child == 0) {
         flashtune_forward_args a = good();
         flashtune_engine opened;
-        bool told = flashtune_forward(engine, &a) == FLASHTUNE_STATUS_FORKED && strstr(flashtune_last_error(), "fork") &&
+        bool told = flashtune_forward(engine, &a) == FLASHTUNE_STATUS_FORKED &&
+                    strstr(flashtune_last_error(), "fork") &&
                     flashtune_engine_open(NULL, &opened) == FLASHTUNE_STATUS_FORKED &&
                     flashtune_engine_close(engine) == FLASHTUNE_STATUS_FORKED;
         _exit(told ? 0 : 1);

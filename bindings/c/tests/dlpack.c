@@ -1,5 +1,6 @@
 /*
- * The forward pass over tensors of DLPack: the same bytes as flashtune_forward, and a status and a text for what is hostile.
+ * The forward pass over tensors of DLPack: the same bytes as flashtune_forward, and a status and a text for what is
+ * hostile.
  */
 #include <flashtune.h>
 #include <stdio.h>
@@ -67,10 +68,12 @@ static void good(struct call *c) {
 
 static void computes(void) {
     const flashtune_status ok = FLASHTUNE_STATUS_OK;
-    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, DIM, HEADS * DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, DIM, HEADS * DIM, 1},
+                          .dtype = FLASHTUNE_DTYPE_F32};
     flashtune_tensor one = {.shape = {1, KV_HEADS, ROWS, DIM}, .strides = {N, DIM, KV_HEADS * DIM, 1},
                             .dtype = FLASHTUNE_DTYPE_F32};
-    flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = one, .v = one, .o = t, .mask = FLASHTUNE_MASK_CAUSAL};
+    flashtune_forward_args a = {.struct_size = sizeof a, .q = t, .k = one, .v = one, .o = t,
+                                .mask = FLASHTUNE_MASK_CAUSAL};
     a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = expected;
     expect("plain", flashtune_forward(engine, &a), ok, "");
 
@@ -89,7 +92,8 @@ static void computes(void) {
     good(&c);
     const int64_t shape[4] = {1, HEADS, ROWS, DIM}, of_kv[4] = {1, KV_HEADS, ROWS, DIM};
     const int64_t strides[4] = {N, DIM, HEADS * DIM, 1};
-    memcpy(c.q_shape, shape, sizeof shape), memcpy(c.o_shape, shape, sizeof shape), memcpy(c.kv_shape, of_kv, sizeof of_kv);
+    memcpy(c.q_shape, shape, sizeof shape), memcpy(c.o_shape, shape, sizeof shape);
+    memcpy(c.kv_shape, of_kv, sizeof of_kv);
     memcpy(c.strides, strides, sizeof strides), c.q.strides = c.o.strides = c.strides, c.tensors.layout = 0;
     expect("layout 0", flashtune_forward_dl(engine, &c.tensors, &c.args), ok, "");
     same("layout 0");

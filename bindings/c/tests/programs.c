@@ -1,6 +1,6 @@
 /*
- * Score programs through the C ABI, against plain loops: a window whose length is a run-time scalar, ALiBi with a tensor
- * of slopes, a bias of bf16 that is broadcast, and a sink; the same by a mask that was prepared before.
+ * Score programs through the C ABI, against plain loops: a window whose length is a run-time scalar, ALiBi with a
+ * tensor of slopes, a bias of bf16 that is broadcast, and a sink; the same by a mask that was prepared before.
  */
 #include <flashtune.h>
 #include <math.h>
@@ -55,11 +55,14 @@ int main(void) {
         memcpy(&bits, &x, sizeof bits);
         bias[j] = (uint16_t)(bits >> 16);
     }
-    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, ROWS * DIM, DIM, 1}, .dtype = FLASHTUNE_DTYPE_F32};
+    flashtune_tensor t = {.shape = {1, HEADS, ROWS, DIM}, .strides = {N, ROWS * DIM, DIM, 1},
+                          .dtype = FLASHTUNE_DTYPE_F32};
     flashtune_input inputs[] = {
-        {.name = "slope", .data = slopes, .shape = {HEADS}, .strides = {1}, .rank = 1, .storage = FLASHTUNE_STORAGE_F32},
+        {.name = "slope", .data = slopes, .shape = {HEADS}, .strides = {1}, .rank = 1,
+         .storage = FLASHTUNE_STORAGE_F32},
         {.name = "sinks", .data = sinks, .shape = {HEADS}, .strides = {1}, .rank = 1, .storage = FLASHTUNE_STORAGE_F32},
-        {.name = "bias", .data = bias, .shape = {1, ROWS}, .strides = {7, 1}, .rank = 2, .storage = FLASHTUNE_STORAGE_BF16},
+        {.name = "bias", .data = bias, .shape = {1, ROWS}, .strides = {7, 1}, .rank = 2,
+         .storage = FLASHTUNE_STORAGE_BF16},
         {.name = "left", .storage = FLASHTUNE_STORAGE_I64},
     };
     flashtune_forward_args a = {
@@ -78,8 +81,8 @@ int main(void) {
     }
     flashtune_input left = inputs[3];
     flashtune_block_mask_args m = {
-        .struct_size = sizeof m, .mask_program = a.mask_program, .inputs = &left, .inputs_len = 1, .input_size = sizeof left,
-        .q_len = ROWS, .kv_len = ROWS,
+        .struct_size = sizeof m, .mask_program = a.mask_program, .inputs = &left, .inputs_len = 1,
+        .input_size = sizeof left, .q_len = ROWS, .kv_len = ROWS,
     };
     flashtune_block_mask block_mask;
     uint64_t bytes = 1;
@@ -89,7 +92,8 @@ int main(void) {
     memset(o, 0, sizeof o);
     require(flashtune_forward(engine, &a));
     require(flashtune_block_mask_bytes(block_mask, &bytes));
-    if (!(error(20) < 1e-5) || bytes != 0) failures++, fprintf(stderr, "block mask: %g, %d bytes\n", error(20), (int)bytes);
+    if (!(error(20) < 1e-5) || bytes != 0)
+        failures++, fprintf(stderr, "block mask: %g, %d bytes\n", error(20), (int)bytes);
     require(flashtune_block_mask_destroy(block_mask));
     require(flashtune_engine_close(engine));
     return failures;

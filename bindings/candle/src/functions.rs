@@ -63,7 +63,9 @@ macro_rules! functions {
             Ok($body?.0)
         }
 
-        #[doc = concat!("[`", stringify!($name), "`] and the log-sum-exp of the scores: natural, f32, `[batch, heads, rows]`, of")]
+        #[doc = concat!(
+            "[`", stringify!($name), "`] and the log-sum-exp of the scores: natural, f32, `[batch, heads, rows]`, of"
+        )]
         #[doc = "packed sequences `[heads, total]`; `-inf` where a row sees no key. Gradients go through O alone."]
         #[doc = ""]
         #[doc = "# Errors"]

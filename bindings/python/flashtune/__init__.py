@@ -8,7 +8,8 @@ and tuned on the device that is there, and kept.
 Pure Python over ``libflashtune`` (``FLASHTUNE_LIBRARY``, or beside the package, or the repository's build). The
 variables that the library honours (``FLASHTUNE_CACHE``, ``FLASHTUNE_BUNDLES``, ``FLASHTUNE_TEMPLATES``,
 ``FLASHTUNE_NVRTC``, ``FLASHTUNE_CPU_ISA``, ``FLASHTUNE_LOG``, ``CC``) hold here too; :class:`Engine` takes the first
-three as arguments. Bundles must be signed by a key of ``FLASHTUNE_TRUSTED_KEYS`` unless ``FLASHTUNE_ALLOW_UNSIGNED`` is 1.
+three as arguments. Bundles must be signed by a key of ``FLASHTUNE_TRUSTED_KEYS`` unless
+``FLASHTUNE_ALLOW_UNSIGNED`` is 1.
 """
 
 from . import _library

@@ -18,7 +18,9 @@ class Program:
         self.written = mask, score, sink
         self.texts = [_text(name, text) for name, text in (("mask", mask), ("score", score), ("sink", sink))]
         if tensors is not None and not hasattr(tensors, "items"):
-            raise InvalidArgument(f"tensors is a {type(tensors).__name__}; pass a dict from names to tensors and numbers")
+            raise InvalidArgument(
+                f"tensors is a {type(tensors).__name__}; pass a dict from names to tensors and numbers"
+            )
         self.values = dict(tensors or {})
 
     def form(self):
@@ -91,7 +93,9 @@ def pack_gradients(written, adapter, device):
         where, shape, strides, dtype = adapter.side(f"d{name}", t, device)
         storage, rest = abi.STORAGES.get(dtype), (0,) * (4 - len(shape))
         if storage is None or len(shape) > 4:
-            raise InvalidTensor(f"the gradient of {name} is {dtype} of the shape {tuple(shape)}; it is one of floats, as {name} is")
+            raise InvalidTensor(
+                f"the gradient of {name} is {dtype} of the shape {tuple(shape)}; it is one of floats, as {name} is"
+            )
         kept.append(text)
         packed.append(abi.INPUT.pack(address(text), where, *shape, *rest, *strides, *rest, storage, len(shape), 0, 0.0))
     inputs = b"".join(packed)
@@ -130,6 +134,8 @@ def _value(name, value, adapter, device):
     if storage is None:
         raise Unsupported(f"the tensor {name} is {dtype}; score programs read {', '.join(abi.STORAGES)}")
     if not 1 <= len(shape) <= 4:
-        raise InvalidTensor(f"the tensor {name} has the shape {tuple(shape)}; it has 1 to 4 axes (a single value is a number)")
+        raise InvalidTensor(
+            f"the tensor {name} has the shape {tuple(shape)}; it has 1 to 4 axes (a single value is a number)"
+        )
     rest = (0,) * (4 - len(shape))
     return address, *shape, *rest, *strides, *rest, storage, len(shape), 0, 0.0

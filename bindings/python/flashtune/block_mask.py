@@ -39,7 +39,8 @@ class BlockMask:
 
     @property
     def nbytes(self):
-        """Bytes of device memory that it holds now: 0 before its first call, and for masks that kernels know by arithmetic."""
+        """Bytes of device memory that it holds now: 0 before its first call, and for masks that kernels know by
+        arithmetic."""
         held = ctypes.c_uint64()
         abi.require(abi.library().flashtune_block_mask_bytes(self.handle, held))
         return held.value

@@ -26,8 +26,8 @@ _log = logging.getLogger("flashtune.transformers")
 
 class Mask(BlockMask):
     """What a model hands from its mask function to its layers: the text of a mask, and what it reads. Not a tensor; of
-    FlexAttention's type, since ``generate`` makes masks ahead and models pass on what is of four axes and a tensor or of
-    that type."""
+    FlexAttention's type, since ``generate`` makes masks ahead and models pass on what is of four axes and a tensor or
+    of that type."""
 
     # Set below: FlexAttention's is a property.
     shape = None
@@ -155,8 +155,8 @@ def ftune_mask(
     attention_mask=None,
     **kwargs,
 ):
-    """A model's mask as :class:`Mask`, with the arguments that Transformers gives. A function that has no words in score
-    programs is computed as a tensor, which is said once."""
+    """A model's mask as :class:`Mask`, with the arguments that Transformers gives. A function that has no words in
+    score programs is computed as a tensor, which is said once."""
     tensors, shape = {}, (batch_size, 1, q_length, kv_length)
     key = _position("kv", kv_offset, tensors)
     if not isinstance(q_offset, torch.Tensor) and q_offset - kv_offset == kv_length - q_length:
@@ -219,12 +219,14 @@ def ftune_attention(
     cache=None,
     **kwargs,
 ):
-    """A layer's attention: query ``[batch, heads, q_len, head_dim]``, key and value with their own number of heads. Gives
-    ``[batch, q_len, heads, head_dim_v]`` and no weights. What is not computed raises :class:`Unsupported`."""
+    """A layer's attention: query ``[batch, heads, q_len, head_dim]``, key and value with their own number of heads.
+    Gives ``[batch, q_len, heads, head_dim_v]`` and no weights. What is not computed raises :class:`Unsupported`."""
     if cache is not None:
         raise Unsupported("continuous batching passes a paged cache, which 'ftune' does not read; use generate()")
     if kwargs.get("output_attentions"):
-        raise Unsupported("output_attentions asks for weights, which are never in memory; use attn_implementation='eager'")
+        raise Unsupported(
+            "output_attentions asks for weights, which are never in memory; use attn_implementation='eager'"
+        )
     # As Transformers' own `sdpa` takes a layer without a mask.
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

@@ -39,8 +39,8 @@ GRIDS = {
     # flash-attention's varlen: packed keys; sequences without rows, and without keys.
     "varlen": {
         "sizes": [(1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (799, 799)],
-        "heads": [(6, 6), (6, 2), (6, 1)], "dim": [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256], "page": ["packed"],
-        "mask": ["full", "causal", "window"], "cap": [0.0, 50.0], "alibi": [False, True],
+        "heads": [(6, 6), (6, 2), (6, 1)], "dim": [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256],
+        "page": ["packed"], "mask": ["full", "causal", "window"], "cap": [0.0, 50.0], "alibi": [False, True],
     },
     # FlashInfer's batch decode: a row each, small pages, soft caps, 8-bit caches.
     "decode": {

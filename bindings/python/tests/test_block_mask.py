@@ -1,4 +1,5 @@
-"""Masks that are prepared once for many calls: arrays of NumPy on the CPU, and tensors of PyTorch where there is a GPU."""
+"""Masks that are prepared once for many calls: arrays of NumPy on the CPU, and tensors of PyTorch where there is a
+GPU."""
 
 import gc
 import threading

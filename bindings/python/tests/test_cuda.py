@@ -37,13 +37,17 @@ class Refused(unittest.TestCase):
         cls.lib = abi.library()
         # For memory that PyTorch does not manage.
         cls.driver = ctypes.CDLL("libcuda.so.1")
-        cls.q, cls.k, cls.v, cls.o = (torch.full(SHAPE, float(i), dtype=torch.bfloat16, device="cuda:0") for i in range(4))
+        cls.q, cls.k, cls.v, cls.o = (
+            torch.full(SHAPE, float(i), dtype=torch.bfloat16, device="cuda:0") for i in range(4)
+        )
 
     @classmethod
     def tearDownClass(cls):
         cls.engine.close()
 
-    def packed(self, size=None, flags=0, q=None, k=None, v=None, o=None, lse=0, stream=0, left=0, right=0, mask=0, scale=0.0):
+    def packed(
+        self, size=None, flags=0, q=None, k=None, v=None, o=None, lse=0, stream=0, left=0, right=0, mask=0, scale=0.0
+    ):
         given = [t or tensor(own.data_ptr()) for t, own in zip((q, k, v, o), (self.q, self.k, self.v, self.o))]
         size = abi.FORWARD_ARGS.size if size is None else size
         return abi.FORWARD_ARGS.pack(size, flags, *sum(given, ()), lse, stream, left, right, mask, scale)
@@ -192,8 +196,8 @@ class Refused(unittest.TestCase):
 
 @unittest.skipIf(torch is None or not torch.cuda.is_available(), "no CUDA device, or no PyTorch to reach it")
 class Streams(unittest.TestCase):
-    """Streams that are not the engine's, each in a process of its own. A stream that was destroyed is not among them: the
-    driver reads what its handle points to, and has no way to ask first."""
+    """Streams that are not the engine's, each in a process of its own. A stream that was destroyed is not among them:
+    the driver reads what its handle points to, and has no way to ask first."""
 
     SETUP = """
 import ctypes, torch, flashtune
@@ -205,7 +209,8 @@ engine = flashtune.Engine('cuda:0')
 lib, out = abi.library(), torch.empty_like(t)
 o = (out.data_ptr(), *d[1:])
 def call(stream):
-    return lib.flashtune_forward(engine._handle, abi.FORWARD_ARGS.pack(abi.FORWARD_ARGS.size, 0, *d, *d, *d, *o, 0, stream, 0, 0, 0, 0.0))
+    return lib.flashtune_forward(engine._handle, abi.FORWARD_ARGS.pack(\
+abi.FORWARD_ARGS.size, 0, *d, *d, *d, *o, 0, stream, 0, 0, 0, 0.0))
 def made():
     stream = ctypes.c_uint64()
     assert cu.cuStreamCreate(ctypes.byref(stream), 1) == 0

@@ -16,7 +16,9 @@ try:
 except ImportError:
     jax = None
 
-_CODES = {"float32": (2, 32), "float16": (2, 16), "int32": (0, 32), "int64": (0, 64), "bool": (6, 8), "float64": (2, 64)}
+_CODES = {
+    "float32": (2, 32), "float16": (2, 16), "int32": (0, 32), "int64": (0, 64), "bool": (6, 8), "float64": (2, 64),
+}
 
 
 class Array:
@@ -90,7 +92,8 @@ class Functions(Counted):
         for versioned in (True, False):
             turn = lambda t: Array(t, versioned) if isinstance(t, np.ndarray) else t  # noqa: E731
             turned = {
-                name: {n: turn(x) for n, x in t.items()} if isinstance(t, dict) else turn(t) for name, t in options.items()
+                name: {n: turn(x) for n, x in t.items()} if isinstance(t, dict) else turn(t)
+                for name, t in options.items()
             }
             before = Array.exported
             found = function(*map(turn, args), **turned)

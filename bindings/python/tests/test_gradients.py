@@ -19,8 +19,8 @@ def random(shape, dtype="float32", seed=0):
 
 
 def gradients(dout, q, k, v, seen, scale=None, dlse=None, change=None, dtype=None):
-    """dQ, dK and dV of ``[batch, heads, rows, dim]`` arrays in fp64, or with every result rounded to a dtype. ``change``
-    gives what becomes of the scores and its derivative."""
+    """dQ, dK and dV of ``[batch, heads, rows, dim]`` arrays in fp64, or with every result rounded to a dtype.
+    ``change`` gives what becomes of the scores and its derivative."""
     wide = np.float64 if dtype is None else np.float32
     rounded = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype).astype(wide))
     b, h, s, d = q.shape
@@ -38,7 +38,9 @@ def gradients(dout, q, k, v, seen, scale=None, dlse=None, change=None, dtype=Non
     total = p.sum(-1, keepdims=True)
     p = rounded(p / np.where(total > 0, total, 1))
     dp = rounded(dout @ v_all.swapaxes(-1, -2))
-    ds = rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + (0 if dlse is None else dlse[..., None].astype(wide))) * slope)
+    ds = rounded(
+        p * (dp - (p * dp).sum(-1, keepdims=True) + (0 if dlse is None else dlse[..., None].astype(wide))) * slope
+    )
     grouped = lambda x: rounded(x).reshape(b, h // group, group, *x.shape[2:]).sum(2)
     dq = rounded(rounded(ds @ k_all) * scale)
     return dq, rounded(grouped(ds.swapaxes(-1, -2) @ rounded(q * scale))), rounded(grouped(p.swapaxes(-1, -2) @ dout))
@@ -95,7 +97,9 @@ class Gradients(unittest.TestCase):
     def test_programs_and_memory_of_the_caller(self):
         q, k, v, dout = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in self.case(30, 40, kv_heads=4))
         bias = random((30, 40), seed=9)
-        program = {"mask": "kv % 3 != q % 4", "score": "max(score, 0.5 * score) + bias[q, kv]", "tensors": {"bias": bias}}
+        program = {
+            "mask": "kv % 3 != q % 4", "score": "max(score, 0.5 * score) + bias[q, kv]", "tensors": {"bias": bias},
+        }
         out, lse = flashtune.attention(q, k, v, return_lse=True, **program)
         into = tuple(np.full_like(x, np.nan) for x in (q, k, v))
         got = flashtune.attention_backward(dout, q, k, v, out, lse, into=into, **program)
@@ -118,7 +122,8 @@ class Gradients(unittest.TestCase):
         q, k, v, dout = self.case(8, 8)
         out, lse = flashtune.flash_attn_func(q, k, v, return_lse=True)
         for error, text, call in [
-            (flashtune.InvalidTensor, "log-sum-exp", lambda: flashtune.flash_attn_backward(dout, q, k, v, out, lse[..., :4])),
+            (flashtune.InvalidTensor, "log-sum-exp", lambda: flashtune.flash_attn_backward(
+                dout, q, k, v, out, lse[..., :4])),
             (flashtune.InvalidTensor, "dout", lambda: flashtune.flash_attn_backward(dout[..., :32], q, k, v, out, lse)),
             (flashtune.InvalidTensor, "dout", lambda: flashtune.flash_attn_backward(1.0, q, k, v, out, lse)),
             (flashtune.InvalidTensor, "dq shares memory with q", lambda: flashtune.flash_attn_backward(
@@ -136,7 +141,8 @@ class Reads(unittest.TestCase):
     """Gradients of what a score program reads, against finite differences of the loss in fp64."""
 
     def case(self):
-        q, k, v, dout = random((2, 4, 9, 16)), random((2, 2, 12, 16), seed=1), random((2, 2, 12, 24), seed=2), random((2, 4, 9, 24), seed=3)
+        q, k = random((2, 4, 9, 16)), random((2, 2, 12, 16), seed=1)
+        v, dout = random((2, 2, 12, 24), seed=2), random((2, 4, 9, 24), seed=3)
         return q, k, v, dout
 
     def loss(self, q, k, v, dout, score, sink=None, seen=True):
@@ -176,15 +182,21 @@ class Reads(unittest.TestCase):
         for shape in [(2, 4, 9, 12), (1, 4, 9, 12), (2, 1, 1, 12), (1, 4, 9, 1), (1, 1, 9, 12)]:
             with self.subTest(shape=shape):
                 bias = random(shape, seed=5)
-                self.holds(["t"], lambda s, x: s + x["t"], {"t": bias}, mask="kv <= q + 3", score_text="score + t[b, h, q, kv]")
+                self.holds(
+                    ["t"], lambda s, x: s + x["t"], {"t": bias}, mask="kv <= q + 3", score_text="score + t[b, h, q, kv]"
+                )
 
     def test_slopes_tables_and_sinks(self):
         distance = np.arange(12) - np.arange(9)[:, None]
         slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-        self.holds(["m"], lambda s, x: s + x["m"][:, None, None] * distance, {"m": slopes}, score_text="score + m[h] * (kv - q)")
+        self.holds(
+            ["m"], lambda s, x: s + x["m"][:, None, None] * distance, {"m": slopes},
+            score_text="score + m[h] * (kv - q)",
+        )
         bucket = np.clip(distance, -3, 4) + 3
         self.holds(
-            ["t"], lambda s, x: s + x["t"][:, bucket], {"t": random((4, 8), seed=6)}, score_text="score + t[h, clamp(kv - q, -3, 4) + 3]"
+            ["t"], lambda s, x: s + x["t"][:, bucket], {"t": random((4, 8), seed=6)},
+            score_text="score + t[h, clamp(kv - q, -3, 4) + 3]",
         )
         both = {"s": random(4, seed=7), "c": 1.5}
         self.holds(

@@ -5,8 +5,8 @@ compiling); without either it is skipped:
 
     FLASHTUNE_TEST_DEVICE=cpu PYTHONPATH=bindings/python python -m unittest discover -s bindings/python/tests -v
 
-Most of its time is compiling. ``FLASHTUNE_TEST_SHARD=I/N`` runs every N-th head dim and dtype of the grid from the I-th on,
-so that several processes can share the work and a cache.
+Most of its time is compiling. ``FLASHTUNE_TEST_SHARD=I/N`` runs every N-th head dim and dtype of the grid from the I-th
+on, so that several processes can share the work and a cache.
 """
 
 import itertools

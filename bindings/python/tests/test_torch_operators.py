@@ -123,7 +123,8 @@ class Gradients(unittest.TestCase):
             ("none within autograd", lambda: flashtune.flash_attn_with_kvcache(x, k, v)),
             ("none within autograd", lambda: flashtune.default_engine(DEVICE).forward(x, k, v)),
             ("gradient of t", lambda: flashtune.attention_backward(
-                swapped[0], *swapped, swapped[0], swapped[0][..., 0].contiguous(), score="score + t[q, kv]", tensors={"t": bias})),
+                swapped[0], *swapped, swapped[0], swapped[0][..., 0].contiguous(), score="score + t[q, kv]",
+                tensors={"t": bias})),
             ("torch.func", lambda: torch.func.grad(lambda q: flashtune.flash_attn_func(q, k, v).sum())(q)),
             ("torch.func", lambda: torch.func.jvp(lambda q: flashtune.flash_attn_func(q, k, v), (q,), (q,))),
         ]:

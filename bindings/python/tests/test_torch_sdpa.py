@@ -73,7 +73,9 @@ class Activated(unittest.TestCase):
         self.assertTrue(torch.equal(self.arrives(call, q[0], k[0], v[0]), whole[0]))
         self.assertTrue(torch.equal(self.arrives(call, q[0, 1], k[0, 1], v[0, 1]), whole[0, 1]))
         self.assertTrue(torch.equal(self.arrives(call, q[None], k[None], v[None]), whole[None]))
-        self.assertTrue(torch.equal(self.arrives(call, q[:1], k[:1], v), call(q[:1].expand_as(q), k[:1].expand_as(k), v)))
+        self.assertTrue(
+            torch.equal(self.arrives(call, q[:1], k[:1], v), call(q[:1].expand_as(q), k[:1].expand_as(k), v))
+        )
         mask = randn(33) > 0
         full = self.arrives(lambda *x: call(*x, attn_mask=mask), q[0], k[0], v[0])
         self.assertTrue(torch.equal(full, call(q, k, v, attn_mask=mask.expand(33, 33))[0]))

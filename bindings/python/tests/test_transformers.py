@@ -102,7 +102,9 @@ class Models(unittest.TestCase):
             model = self.model(name)
             for more in ({}, {"cache_implementation": "static", "disable_compile": True}):
                 with self.subTest(model=name, **more):
-                    call = lambda: model.generate(ids, attention_mask=padding, max_new_tokens=8, do_sample=False, **more)
+                    call = lambda: model.generate(
+                        ids, attention_mask=padding, max_new_tokens=8, do_sample=False, **more
+                    )
                     want, got = self.both(model, call)
                     self.assertEqual(got.tolist(), want.tolist())
                     self.assertEqual(got.shape[1], ids.shape[1] + 8)

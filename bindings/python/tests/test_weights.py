@@ -36,18 +36,24 @@ class Weights(unittest.TestCase):
     def test_weights_of_every_mask_and_dtype(self):
         for dtype in DTYPES:
             for q_len, kv_len, d in [(37, 70, 32), (70, 37, 59), (1, 300, 16), (129, 5, 7)]:
-                q, k, v = random((2, 4, q_len, d), dtype, 1), random((2, 2, kv_len, d), dtype, 2), random((2, 2, kv_len, 24), dtype, 3)
+                q, k = random((2, 4, q_len, d), dtype, 1), random((2, 2, kv_len, d), dtype, 2)
+                v = random((2, 2, kv_len, 24), dtype, 3)
                 with self.subTest(dtype=dtype.name, q_len=q_len, kv_len=kv_len, d=d):
                     with flashtune.Engine("cpu") as engine:
                         for causal, window in [(False, (-1, -1)), (True, (-1, -1)), (False, (9, 2))]:
                             out, lse, weights = engine.forward(
-                                q, k, v, causal=causal, window=window, layout="bhsd", return_lse=True, return_weights=True
+                                q, k, v, causal=causal, window=window, layout="bhsd", return_lse=True,
+                                return_weights=True,
                             )
                             self.holds(weights, expected(q, k, visible(q_len, kv_len, causal, window)))
-                            plain = engine.forward(q, k, v, causal=causal, window=window, layout="bhsd", return_lse=True)
+                            plain = engine.forward(
+                                q, k, v, causal=causal, window=window, layout="bhsd", return_lse=True
+                            )
                             self.assertEqual(out.tobytes(), plain[0].tobytes())
                             self.assertEqual(lse.tobytes(), plain[1].tobytes())
-                    out, weights = flashtune.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, return_weights=True)
+                    out, weights = flashtune.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, enable_gqa=True, return_weights=True
+                    )
                     self.holds(weights, expected(q, k, visible(q_len, kv_len, True, top_left=True)))
 
     def test_weights_of_programs_sinks_and_biases(self):

@@ -43,8 +43,8 @@ def gradients(f, *inputs, seed=9):
 
 
 def check(case, got, ours, *inputs):
-    """Fails unless ``got``, gradients or results, err at most twice as much as unfused attention in the dtype does, but for
-    a rounding of the largest. ``ours`` computes them in any dtype."""
+    """Fails unless ``got``, gradients or results, err at most twice as much as unfused attention in the dtype does, but
+    for a rounding of the largest. ``ours`` computes them in any dtype."""
     want = ours(*(x.double() for x in inputs))
     same = ours(*inputs)
     for i, (g, w, s) in enumerate(zip(got, want, same)):

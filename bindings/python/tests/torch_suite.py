@@ -30,7 +30,9 @@ def run(name, env):
     start = time.monotonic()
     command = [sys.executable, "-B", "-m", "unittest", "-v", name]
     try:
-        done = subprocess.run(command, env=env, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            command, env=env, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=LIMIT
+        )
     except subprocess.TimeoutExpired as e:
         text = (e.stderr or b"").decode(errors="replace")
         return name, f"over {LIMIT} s", time.monotonic() - start, text

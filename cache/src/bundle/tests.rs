@@ -320,7 +320,9 @@ proptest! {
     }
 
     #[test]
-    fn truncated_and_extended_bundles_never_panic_and_never_lie(cut in any::<prop::sample::Index>(), extra in 0usize..9) {
+    fn truncated_and_extended_bundles_never_panic_and_never_lie(
+        cut in any::<prop::sample::Index>(), extra in 0usize..9,
+    ) {
         let mut bytes = SIGNED.clone();
         bytes.truncate(cut.index(bytes.len() + 1));
         bytes.extend(std::iter::repeat_n(0, extra));

@@ -31,7 +31,8 @@ fn source(cases: &[Case]) -> String {
         let tile_code = lower(&tiles.graph, &[tiles.all_masked, tiles.all_visible]);
         let tile_code = tile_code.print(Dialect::C, "t");
         let arguments = "const Side *side, int32_t b, int32_t h, int32_t h_kv, int32_t q, int32_t kv, int32_t q_len, \
-                         int32_t kv_len, float score, int32_t q_first, int32_t q_last, int32_t kv_first, int32_t kv_last";
+                         int32_t kv_len, float score, int32_t q_first, int32_t q_last, int32_t kv_first, \
+                         int32_t kv_last";
         writeln!(c, "static void f{n}({arguments}) {{\n{}", code.all()).unwrap();
         writeln!(c, "printf(\"%d %08x \", (int)({mask}), (ft_bits){{.f = {score}}}.u);\n}}").unwrap();
         writeln!(c, "static void g{n}({arguments}) {{\n{}", tile_code.all()).unwrap();
@@ -49,7 +50,8 @@ fn source(cases: &[Case]) -> String {
             for f in ["f", "g"] {
                 writeln!(
                     c,
-                    "{f}{n}(&side, {b}, {h}, {}, {q}, {kv}, {q_len}, {kv_len}, {score:?}f, {q}, {q_last}, {kv}, {kv_last});",
+                    "{f}{n}(&side, {b}, {h}, {}, {q}, {kv}, {q_len}, {kv_len}, {score:?}f, {q}, {q_last}, {kv}, \
+                     {kv_last});",
                     h / case.sizes.group()
                 )
                 .unwrap();
@@ -173,10 +175,13 @@ fn the_functions_are_as_near_as_they_say() {
     let set = TemplateSet::embedded();
     let header = header(&set);
     let text = format!(
-        "#include <stdint.h>\n#include <stdio.h>\n{header}\nint main(void) {{ for (uint64_t u = 0; u < 1ull << 32; u += 104729) {{\n\
-         float x = (ft_bits){{.u = u}}.f, f[] = {{x, ft_exp2f(x), ft_log2f(x), ft_tanhf(x), ft_expf(x), ft_logf(x), ft_sqrtf(x), ft_sigmoidf(x)}};\n\
+        "#include <stdint.h>\n#include <stdio.h>\n{header}\nint main(void) {{ \
+         for (uint64_t u = 0; u < 1ull << 32; u += 104729) {{\n\
+         float x = (ft_bits){{.u = u}}.f, f[] = {{x, ft_exp2f(x), ft_log2f(x), ft_tanhf(x), ft_expf(x), ft_logf(x), \
+         ft_sqrtf(x), ft_sigmoidf(x)}};\n\
          for (int i = 0; i < 8; i++) printf(\"%08x \", (ft_bits){{.f = f[i]}}.u);\n\
-         printf(\"%lld %lld %lld %lld\\n\", (long long)ft_int_floor(x), (long long)ft_int_ceil(x), (long long)ft_int_trunc(x),\n\
+         printf(\"%lld %lld %lld %lld\\n\", (long long)ft_int_floor(x), (long long)ft_int_ceil(x), \
+         (long long)ft_int_trunc(x),\n\
          (long long)ft_int_round(x)); }} return 0; }}"
     );
     let lines = compile_and_run("functions", &text);

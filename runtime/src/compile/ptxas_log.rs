@@ -93,11 +93,16 @@ mod tests {
 
     #[test]
     fn performance_notes_are_kept_verbatim_and_other_notes_are_not() {
-        let lost = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.";
-        let serial = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources for the wgmma pipeline in the function 'k'";
-        let wait = "ptxas info    : (C7517) wgmma.wait_group is injected in around line 201 by compiler to allow use of registers";
+        let lost = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine \
+                    register count at entry.";
+        let serial = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+                      due to insufficient register resources for the wgmma pipeline in the function 'k'";
+        let wait = "ptxas info    : (C7517) wgmma.wait_group is injected in around line 201 by compiler to allow use \
+                    of registers";
         let log = format!(
-            "ptxas info    : Used 168 registers\n{lost}\nk.cu(1): warning #177-D: variable was declared but never referenced\n{serial}\n{wait}\nptxas info    : (C1234) something else\n"
+            "ptxas info    : Used 168 registers\n{lost}\n\
+             k.cu(1): warning #177-D: variable was declared but never referenced\n{serial}\n{wait}\n\
+             ptxas info    : (C1234) something else\n"
         );
         assert_eq!(parse(&log).unwrap().warnings, [lost, serial, wait]);
     }

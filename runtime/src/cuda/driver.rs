@@ -177,7 +177,8 @@ mod tests {
 
     #[test]
     fn the_kernel_drivers_version_is_found_in_both_formats() {
-        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17 22:55:48 UTC 2024\nGCC version:  gcc version 12.2.0\n";
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17 22:55:48 UTC 2024\n\
+                      GCC version:  gcc version 12.2.0\n";
         let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n";
         assert_eq!(kernel_driver(closed), Some("535.161.07"));
         assert_eq!(kernel_driver(open), Some("580.65.06"));

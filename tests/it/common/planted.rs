@@ -40,7 +40,8 @@ pub(crate) fn planted(head: &str, fault: &str) -> TemplateSet {
         "#define LEFT",
         "static double exp_of(double x) { if (x < -80) return 0; double y = x / 1024, s = 1, t = 1;\n\
          for (int i = 1; i < 9; i++) s += t *= y / i; for (int i = 0; i < 10; i++) s *= s; return s; }\n\
-         static double log_of(double x) { double y = 0; for (int i = 0; i < 60; i++) y += x * exp_of(-y) - 1; return y; }\n\
+         static double log_of(double x) { double y = 0; for (int i = 0; i < 60; i++) y += x * exp_of(-y) - 1; \
+         return y; }\n\
          #define LEFT",
     );
     let text = head.to_owned() + &plain.replace(tile, &format!("{fault};\n    {tile}"));

@@ -1,7 +1,8 @@
-"""Makes a table for the replays from what `flashtune --json tune --exhaustive` printed: python3 shrink.py FILE > NAME.json
+"""Makes a table for the replays from what `flashtune --json tune --exhaustive` printed:
+python3 shrink.py FILE > NAME.json
 
-Schedules that the time was not enough for say nothing and are left out; those that failed are kept without a time. Fields
-that came later are left out where they say nothing.
+Schedules that the time was not enough for say nothing and are left out; those that failed are kept without a time.
+Fields that came later are left out where they say nothing.
 """
 
 import json

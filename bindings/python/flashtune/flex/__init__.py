@@ -159,8 +159,8 @@ def trace_score(score_mod, query, key):
 
 
 def trace_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None):
-    """What ``mask_mod`` is as a score program, for calls of these sizes: :class:`Traced`, for ``mask=`` and ``tensors=``
-    of :func:`flashtune.attention`."""
+    """What ``mask_mod`` is as a score program, for calls of these sizes: :class:`Traced`, for ``mask=`` and
+    ``tensors=`` of :func:`flashtune.attention`."""
     sizes = {"b": B, "h": H, "q": Q_LEN, "kv": KV_LEN}
     return trace(mask_mod, "mask_mod", "m_", _device(device), sizes)
 

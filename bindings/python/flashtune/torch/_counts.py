@@ -22,9 +22,10 @@ def fallback(device, reason):
 
 
 def counters():
-    """Calls of ``scaled_dot_product_attention`` that flashtune has computed, by device, and those that went to PyTorch's
-    own kernels, by reason, since the process began: ``{"served": {"cuda:0": 12}, "fallback": {"dropout": 1}}``. Calls
-    within compiled code count when they run; of those that go to PyTorch, when they are compiled."""
+    """Calls of ``scaled_dot_product_attention`` that flashtune has computed, by device, and those that went to
+    PyTorch's own kernels, by reason, since the process began:
+    ``{"served": {"cuda:0": 12}, "fallback": {"dropout": 1}}``. Calls within compiled code count when they run; of those
+    that go to PyTorch, when they are compiled."""
     with _lock:
         reasons = collections.Counter()
         for (_, reason), n in _fallbacks.items():

@@ -59,8 +59,8 @@ _TENSORS = 7
 
 
 def of_transform():
-    """The error where ``torch.func`` takes a gradient around a call: PyTorch has no such rule for operators that take lists
-    of tensors. vmap around ``loss.backward()`` and ``torch.autograd.grad`` is served."""
+    """The error where ``torch.func`` takes a gradient around a call: PyTorch has no such rule for operators that take
+    lists of tensors. vmap around ``loss.backward()`` and ``torch.autograd.grad`` is served."""
     transform = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
     if transform is None or transform.key() not in (kinds.Grad, kinds.Jvp):
@@ -190,7 +190,9 @@ def _split(program):
             float_names.append(name)
             floats.append(float(value))
         else:
-            raise InvalidTensor(f"the value of {name} is a {type(value).__name__}; pass a torch.Tensor as q is, or a number")
+            raise InvalidTensor(
+                f"the value of {name} is a {type(value).__name__}; pass a torch.Tensor as q is, or a number"
+            )
     return program.written, split
 
 
@@ -352,8 +354,8 @@ def _setup_dropout(ctx, inputs, output):
 
 
 def _check(q, k, v, out, lse, args, needs, residual=None, dropout=None):
-    """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing, where
-    there is no memory: there the backward pass raises."""
+    """Raises where the library has no gradients of a call, while its forward pass is under way. Not while tracing,
+    where there is no memory: there the backward pass raises."""
     if type(out) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     tensors = adapter(q)
@@ -397,7 +399,9 @@ def _none_for(arg):
 
 
 def _no_second(ctx, *_):
-    raise Unsupported("a gradient of a gradient of attention would be needed, and is not computed; leave out create_graph")
+    raise Unsupported(
+        "a gradient of a gradient of attention would be needed, and is not computed; leave out create_graph"
+    )
 
 
 torch.library.register_autograd("flashtune::attend", _gradients, setup_context=_setup, lib=_LIBRARY)
@@ -424,8 +428,8 @@ def _mappable(texts, tensors, handle=0):
     """Refuses what reads the batch: folding would change which one it is."""
     if tensors or handle or any(text is not None and re.search(r"\bb\b", text) for text in texts):
         raise Unsupported(
-            "vmap over attention whose score program reads tensors or the batch, or with a block mask; make the mapped axis "
-            "part of the batch yourself"
+            "vmap over attention whose score program reads tensors or the batch, or with a block mask; make the mapped "
+            "axis part of the batch yourself"
         )
 
 

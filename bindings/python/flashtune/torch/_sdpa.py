@@ -2,8 +2,8 @@
 
 The operator that this function calls, ``aten::scaled_dot_product_attention``, is overridden as a whole, on CUDA and on
 the CPU, with and without autograd: below it PyTorch chooses between its flash, memory-efficient, cuDNN, CPU and unfused
-operators by rules of its own, has made floats of bool masks, and keeps grouped heads with a mask, or float32 with grouped
-heads, from all but the unfused one. Taken here, each of these calls arrives, as its caller has written it.
+operators by rules of its own, has made floats of bool masks, and keeps grouped heads with a mask, or float32 with
+grouped heads, from all but the unfused one. Taken here, each of these calls arrives, as its caller has written it.
 """
 
 import logging
@@ -55,8 +55,8 @@ class _Handle:
 
 
 def _compile_anew():
-    """What ``torch.compile`` has in memory was traced with the other kernels, and tracing keeps which kernel an operator
-    has for a key."""
+    """What ``torch.compile`` has in memory was traced with the other kernels, and tracing keeps which kernel an
+    operator has for a key."""
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -72,19 +72,19 @@ def _registry():
 
 
 def activate(on_unsupported="raise"):
-    """From now on ``torch.nn.functional.scaled_dot_product_attention`` runs on flashtune, for tensors on CUDA devices and
-    on the CPU, with gradients, within ``torch.compile``, and in every module that calls it. Returns at once; calling it
-    again only changes ``on_unsupported``.
+    """From now on ``torch.nn.functional.scaled_dot_product_attention`` runs on flashtune, for tensors on CUDA devices
+    and on the CPU, with gradients, within ``torch.compile``, and in every module that calls it. Returns at once;
+    calling it again only changes ``on_unsupported``.
 
     on_unsupported: what becomes of calls that flashtune cannot compute (float64, gradients of a mask, ...).
         ``"raise"``: :class:`flashtune.Unsupported`. ``"torch"``: PyTorch's own kernels compute them, counted by reason
         (:func:`counters`, and ``flashtune_fallback_total`` of :meth:`Engine.prometheus`), logged once for each reason.
 
-    A ``torch.nn.attention.sdpa_kernel`` block that allows the unfused kernel alone is obeyed, and counted. Functions that
-    ``torch.compile`` has compiled before are compiled anew. Nested tensors, other devices, and calls within
-    ``torch.vmap`` stay with PyTorch. From PyTorch 2.11 on, the registry of ``torch.nn.attention`` names the implementation
-    ``"FLASHTUNE"``: ``torch.nn.attention.activate_flash_attention_impl("FLASHTUNE")`` is the same call once this
-    module is imported.
+    A ``torch.nn.attention.sdpa_kernel`` block that allows the unfused kernel alone is obeyed, and counted. Functions
+    that ``torch.compile`` has compiled before are compiled anew. Nested tensors, other devices, and calls within
+    ``torch.vmap`` stay with PyTorch. From PyTorch 2.11 on, the registry of ``torch.nn.attention`` names the
+    implementation ``"FLASHTUNE"``: ``torch.nn.attention.activate_flash_attention_impl("FLASHTUNE")`` is the same call
+    once this module is imported.
     """
     global _on_unsupported
     if on_unsupported not in ("raise", "torch"):
@@ -177,7 +177,8 @@ def _unsupported(q, k, v, mask, dropout):
 
     def no(reason, text):
         return reason, Unsupported(
-            f"{_NAME}: {text}; change the call, or flashtune.torch.activate(on_unsupported='torch') has PyTorch compute it"
+            f"{_NAME}: {text}; change the call, or flashtune.torch.activate(on_unsupported='torch') has PyTorch "
+            "compute it"
         )
 
     if (error := _operators.of_transform()) is not None:
