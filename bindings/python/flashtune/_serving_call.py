@@ -330,7 +330,7 @@ class Call:
         args = self.args
         more.struct_size = ctypes.sizeof(abi.Append)
         for name, view, dim in ((names[0], k, args.head_dim_qk), (names[1], v, args.head_dim_v)):
-            if abi.DTYPES.get(view.dtype) != args.q_dtype:
+            if (abi.E4M3 if view.dtype == _NARROW else abi.DTYPES.get(view.dtype)) != args.q_dtype:
                 raise InvalidTensor(f"{name} is {view.dtype}, q or the other new rows are not; convert one of them")
             if tuple(view.shape[-2:]) != (args.kv_heads, dim) or view.shape[:-2] != k.shape[:-2]:
                 raise InvalidTensor(
@@ -346,14 +346,35 @@ class Call:
             "table_type length_type max_kv"
         ).split():
             setattr(more, field, getattr(args, field))
+        if more.dtype == abi.E4M3:
+            self.as_pairs(more)
+
+    def as_pairs(self, more):
+        """Rows of e4m3 into a cache of e4m3 are copied as they are, two elements as one of 16 bits."""
+        if self.stored[0].dtype != _NARROW or len(self.stored[0].shape) != 4:
+            raise Unsupported(
+                f"k and v are new rows of {_NARROW}, but the cache is {self.stored[0].dtype} with "
+                f"{len(self.stored[0].shape)} dimensions; append to one of {_NARROW} of [pages, page_tokens, kv_heads, "
+                "head_dim], or wider rows by reshape_and_cache_flash"
+            )
+        strides = "k_stride v_stride k_new_stride v_new_stride".split()
+        odd = any(stride % 2 for name in strides for stride in getattr(more, name))
+        if odd or more.head_dim_qk % 2 or more.head_dim_v % 2 or (more.k | more.v | more.k_new | more.v_new) % 2:
+            raise Unsupported(
+                f"k and v are new rows of {_NARROW} with an odd head dim, stride or address; make all of them even"
+            )
+        for name in strides:
+            setattr(more, name, tuple(stride // 2 for stride in getattr(more, name)))
+        more.head_dim_qk, more.head_dim_v = more.head_dim_qk // 2, more.head_dim_v // 2
+        more.dtype = more.kv_type = abi.DTYPES["bfloat16"]
+        more.k_scale = more.v_scale = more.k_scales = more.v_scales = 0
 
     def append(self, q, k, v, begin, rotary):
         """Appends new rows; gives q as attention takes it, rotated if asked for."""
         args = self.args
-        if self.narrow:
+        if self.narrow and rotary is not None:
             raise Unsupported(
-                f"k and v are new rows beside q of {_NARROW}, but rows are rounded to the cache as they are appended; "
-                "append wider rows by reshape_and_cache_flash, and call this without them"
+                f"k and v are new rows of {_NARROW}, which are copied and not rotated; rotate and round wider ones"
             )
         for name, t in (("k_cache", self.caches[0]), ("v_cache", self.caches[1])):
             require_writeable(self.tensors, name, t)

@@ -576,6 +576,27 @@ class NarrowQueries(Case):
             out.view("uint8"), np.clip(wide * 64, -448, 448).astype(ml_dtypes.float8_e4m3fn).view("uint8")
         )
 
+    def test_new_rows_are_copied_as_they_are(self):
+        narrow = lambda *shape, seed: random(shape, seed=seed).astype(ml_dtypes.float8_e4m3fn)
+        new_k, new_v = narrow(2, 3, 2, 32, seed=6), narrow(2, 3, 2, 32, seed=7)
+        new_k[0, 0, 0, :4] = [448, -448, 0.001953125, -0.0]
+        q, scales = narrow(2, 3, 4, 32, seed=8), {n: t[:2] for n, t in self.scales.items()}
+        lengths = np.array([5, 0], "int32")
+        k, v = narrow(2, 40, 2, 32, seed=9), narrow(2, 40, 2, 32, seed=10)
+        whole = [t.copy() for t in (k, v)]
+        for t, new in zip(whole, (new_k, new_v)):
+            for b in range(2):
+                t[b, lengths[b] : lengths[b] + 3] = new[b]
+        out = flashtune.flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=lengths, causal=True, **scales)
+        self.assertEqual([t.tobytes() for t in (k, v)], [t.tobytes() for t in whole])
+        again = flashtune.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths + 3, causal=True, **scales)
+        self.assertEqual(out.tobytes(), again.tobytes())
+        f, unsupported = flashtune.flash_attn_with_kvcache, flashtune.Unsupported
+        angles = {"rotary_cos": random((50, 8)), "rotary_sin": random((50, 8))}
+        self.refuses(unsupported, "rotated", f, q, k, v, new_k, new_v, cache_seqlens=lengths, **angles)
+        odd = [t[..., :31] for t in (q, k, v, new_k, new_v)]
+        self.refuses(unsupported, "odd head dim", f, *odd, cache_seqlens=lengths)
+
     def test_refusals_name_the_argument(self):
         q, k, v, lengths = self.q, self.k, self.v, self.lengths
         f, tensor = flashtune.flash_attn_varlen_func, flashtune.InvalidTensor
@@ -592,7 +613,7 @@ class NarrowQueries(Case):
         rows = random((5, 1, 4, 32)).astype(ml_dtypes.float8_e4m3fn)
         f = flashtune.flash_attn_with_kvcache
         self.refuses(
-            flashtune.Unsupported, "reshape_and_cache_flash", f, rows, *caches[:2], new, new,
+            tensor, "k is float32, q or", f, rows, *caches[:2], new, new,
             block_table=caches[2], cache_seqlens=np.array([1] * 5, "int32"),
         )  # fmt: skip
 
