@@ -8,8 +8,14 @@ fn printed(name: &str) -> String {
     // Tests of the workspace have built it, beside the command.
     let program = Path::new(env!("CARGO_BIN_EXE_flashtune")).with_file_name("examples").join(name);
     if !program.exists() {
-        let built =
-            Command::new(env!("CARGO")).args(["build", "--quiet", "-p", "flashtune", "--example", name]).status();
+        let mut cargo = Command::new(env!("CARGO"));
+        // The `CC` that everything was built with (xtask/src/cc.rs).
+        match std::env::var_os("CC_BEFORE_TESTS") {
+            Some(cc) if cc.is_empty() => drop(cargo.env_remove("CC")),
+            Some(cc) => drop(cargo.env("CC", cc)),
+            None => {}
+        }
+        let built = cargo.args(["build", "--quiet", "-p", "flashtune", "--example", name]).status();
         assert!(built.unwrap().success(), "{name}");
     }
     let folder = tempfile::tempdir().unwrap();

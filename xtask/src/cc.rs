@@ -22,15 +22,34 @@ pub(crate) fn runner(target: &Path) -> Result<Option<(String, String)>> {
     let rustc = rustc.context("cannot start rustc")?.stdout;
     let host = String::from_utf8_lossy(&rustc).lines().find_map(|l| l.strip_prefix("host: ").map(str::to_owned));
     let host = host.context("rustc -vV names no host")?.to_uppercase().replace('-', "_");
+    let (cc, before) = (cc.display().to_string(), before());
     // Cargo parts the words at blanks.
-    let cc = cc.display().to_string();
-    Ok((!cc.contains(char::is_whitespace)).then(|| (format!("CARGO_TARGET_{host}_RUNNER"), format!("env CC={cc}"))))
+    let parts = [&cc, &before].iter().any(|word| word.contains(char::is_whitespace));
+    Ok((!parts).then(|| (format!("CARGO_TARGET_{host}_RUNNER"), format!("env {BEFORE}={before} CC={cc}"))))
+}
+
+/// What `CC` was before tests got theirs; empty where it was not set.
+const BEFORE: &str = "CC_BEFORE_TESTS";
+
+/// The `CC` that everything is built with.
+fn before() -> String {
+    [BEFORE, "CC"].iter().find_map(|name| std::env::var(name).ok()).unwrap_or_default()
+}
+
+/// Gives a cargo that a test starts the `CC` that everything was built with: with the other one build scripts run
+/// again, and what follows from them is 80 s of crates. Tests of other packages do the same for theirs.
+pub(crate) fn as_built(cargo: &mut Command) {
+    match std::env::var_os(BEFORE) {
+        Some(cc) if cc.is_empty() => drop(cargo.env_remove("CC")),
+        Some(cc) => drop(cargo.env("CC", cc)),
+        None => {}
+    }
 }
 
 /// Writes the program into the target folder. It is called as the compiler is, whose name and version are part of what
 /// is kept.
 pub(crate) fn remembering(target: &Path) -> Result<Option<PathBuf>> {
-    let cc = std::env::var("CC").ok().filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());
+    let cc = Some(before()).filter(|cc| !cc.is_empty()).unwrap_or_else(|| "cc".into());
     let version = Command::new(&cc).arg("--version").output().map(|out| out.stdout);
     // Arguments of a compiler would be part of the name as well.
     let (Ok(version), Some(name)) = (version, Path::new(&cc).file_name()) else { return Ok(None) };

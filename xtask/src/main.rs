@@ -109,6 +109,7 @@ fn target() -> PathBuf {
 fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
+    cc::as_built(&mut command);
     command
 }
 

@@ -14,6 +14,12 @@ static LIBRARY: LazyLock<PathBuf> = LazyLock::new(|| {
         Some(name) => name,
     };
     let mut cargo = Command::new(env!("CARGO"));
+    // The `CC` that everything was built with, or build scripts run again (xtask/src/cc.rs).
+    match std::env::var_os("CC_BEFORE_TESTS") {
+        Some(cc) if cc.is_empty() => drop(cargo.env_remove("CC")),
+        Some(cc) => drop(cargo.env("CC", cc)),
+        None => {}
+    }
     // The whole workspace, as in a test of it: with the same features nothing is compiled twice. Those that its tests
     // alone need come with the target of a test, which is this one and was built.
     cargo.args(["build", "--quiet", "--workspace", "--lib", "--test", "programs"]);
