@@ -2,9 +2,9 @@
 //!
 //! The Rust tests compile some 700 kernels for the host, which took 580 of their 1750 seconds of processor time. Many
 //! are some other test's as well, and the same source and options give the same bytes; `-O1` takes six tenths of the
-//! time of `-O3`, and less for ragged kernels. What the optimiser makes of kernels is seen by the check on every
-//! instruction set and by the tests of Python and candle, which ask for it by [`OPTIMISED`], and by the wheel's, which
-//! has the compiler itself.
+//! time of `-O3`, and less for ragged kernels. The tests of Python, which took 300 s of two cores, have it too. What
+//! the optimiser makes of kernels is seen by the check on every instruction set and by the tests of candle, which ask
+//! for it by [`OPTIMISED`], and by the wheel's, which has the compiler itself.
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::PermissionsExt;

@@ -43,7 +43,6 @@ pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     let compiled = tempfile::tempdir()?;
     every.push(("TORCHINDUCTOR_CACHE_DIR", compiled.path().into()));
     every.extend(cc::remembering(&target)?.map(|cc| ("CC", cc.into())));
-    every.push((cc::OPTIMISED.0, cc::OPTIMISED.1.into()));
     let process = |number: usize| {
         let mut process = Command::new(&python);
         process.args(["-B", "-m", "unittest"]).envs(every.iter().map(|(name, value)| (name, value)));
