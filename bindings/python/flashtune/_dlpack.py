@@ -217,6 +217,15 @@ class Views:
     def by_operator(self, _q, _k, _v, _program=None):
         return False
 
+    def narrow_and_graded(self, _q, _k, _v):
+        return False
+
+    def rows(self, _table, _index):
+        raise Unsupported(
+            "cache_batch_idx beside a block_table has its rows gathered by PyTorch or NumPy; gather those of other "
+            "libraries before the call"
+        )
+
     def unseen(self, _q, _k, _v):
         return None
 

@@ -458,7 +458,7 @@ class Ragged(unittest.TestCase):
         options = {"cache_seqlens": self.lengths, "block_table": self.table}
         call(self.q, self.pages, self.pages, **options)
         for wrong in (
-            {"window_size": (-1.0, -1.0)}, {"num_splits": 7}, {"max_seqlen_k": -1}, {"softmax_scale": float("nan")},
+            {"window_size": (-1.0, -1.0)}, {"num_splits": -7}, {"max_seqlen_k": -1}, {"softmax_scale": float("nan")},
             {"cache_seqlens": self.lengths[:2]}, {"cache_seqlens": self.lengths.astype("float32")},
             {"block_table": self.table.astype("int16")}, {"k_scale": 2.0}, {"page_table": self.table},
             {"dropout_p": 0.5}, {"scheduler_metadata": 3}, {"rotary_seqlens": self.lengths},

@@ -216,14 +216,14 @@ class OfTensors(unittest.TestCase):
 
     def operator(self):
         (q, k, v), begins = self.case([(9, 12), (7, 7)], torch.float32, d=16)
-        rest = (*begins, None, None, 9, 12, None, True, -1, -1, 0.0, None, None)
+        rest = (*begins, None, None, 9, 12, None, True, -1, -1, 0, 0.0, None, None)
         return [x.requires_grad_() for x in (q, k, v)], rest
 
     def test_opcheck(self):
         tensors, rest = self.operator()
         slopes = torch.tensor([0.5, 0.25, 0.125, 0.1], device=DEVICE)
         used = torch.tensor([9, 7], dtype=torch.int32, device=DEVICE)
-        for args in (rest, (*rest[:2], used, None, None, None, 0.2, False, 5, 3, 9.0, slopes, None)):
+        for args in (rest, (*rest[:2], used, None, None, None, 0.2, False, 5, 3, 20, 9.0, slopes, None)):
             found = torch.library.opcheck(_varlen.attend_varlen_op, (*tensors, *args))
             self.assertEqual(set(found.values()), {"SUCCESS"})
             out, lse = (t.detach() for t in _varlen.attend_varlen_op(*tensors, *args))
@@ -256,7 +256,7 @@ class OfTensors(unittest.TestCase):
             ({"alibi_slopes": slopes}, flashtune.Unsupported),
             ({"out": torch.empty_like(q)}, flashtune.Unsupported),
             ({"s_aux": slopes}, flashtune.Unsupported),
-            ({"num_splits": 3}, flashtune.Unsupported),
+            ({"num_splits": -3}, flashtune.InvalidArgument),
             ({"no_such": 3}, TypeError),
             ({"window_size": 3}, flashtune.InvalidArgument),
         ]:
