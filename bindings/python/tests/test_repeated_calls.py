@@ -461,8 +461,8 @@ class Ragged(unittest.TestCase):
             {"window_size": (-1.0, -1.0)}, {"num_splits": -7}, {"max_seqlen_k": -1}, {"softmax_scale": float("nan")},
             {"cache_seqlens": self.lengths[:2]}, {"cache_seqlens": self.lengths.astype("float32")},
             {"block_table": self.table.astype("int16")}, {"k_scale": 2.0}, {"page_table": self.table},
-            {"dropout_p": 0.5}, {"scheduler_metadata": 3}, {"rotary_seqlens": self.lengths},
-            {"cache_batch_idx": self.lengths},
+            {"dropout_p": 0.5}, {"scheduler_metadata": 3}, {"attention_chunk": -1},
+            {"cache_batch_idx": self.lengths[:2]},
         ):  # fmt: skip
             for _ in range(2):
                 with self.assertRaises(flashtune.Error, msg=wrong):
