@@ -53,6 +53,7 @@ constexpr int kConsumerRegisters = @{ consumer_registers }@;
 <% include "lib/cuda/ptx/registers.cuh" %>
 <% include "lib/cuda/ptx/tma.cuh" %>
 <% include "lib/cuda/ptx/ldmatrix.cuh" %>
+<% include "lib/cuda/ptx/mma.cuh" %>
 <% include "lib/cuda/ptx/wgmma.cuh" %>
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>

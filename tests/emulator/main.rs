@@ -227,8 +227,8 @@ fn search_with(on_ci: u64, one: impl Fn(u64) -> Result<(), String> + Sync) {
 }
 
 /// Masks, changes of the score and sinks: bounds from scalars and tensors, blocks without any visible key between
-/// others, rows and keys at the ends of tensors, scores of -inf.
-const PROGRAMS: [&str; 40] = [
+/// others, rows and keys at the ends of tensors, scores of -inf, rows of one key under a cap.
+const PROGRAMS: [&str; 41] = [
     "mask = kv <= q and q - kv < 70;",
     "prefix: i32[batch]; mask = kv < 9 * prefix[b] or kv <= q + kv_len - q_len;",
     "d: i32[batch, *] nondecreasing; mask = d[b, q] == d[b, kv] and kv <= q + 20;",
@@ -274,6 +274,7 @@ const PROGRAMS: [&str; 40] = [
     "seen: bool[q_len, kv_len]; s: f32[heads]; mask = not seen[q, kv] and (q + kv) % 5 != h; sink = s[h];",
     "seen: bool[batch, 1, q_len, kv_len]; pad: bool[batch, kv_len]; \
      mask = seen[b, 0, q, kv] and pad[b, kv // 70] and kv <= q + 60;",
+    "mask = kv == q // 3; score = 15.0 * tanh(score / 15.0);",
 ];
 
 /// Score programs under random schedules; `EMULATE_SECONDS` as above, `EMULATE_PROGRAM` is the number of one that is

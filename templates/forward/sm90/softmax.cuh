@@ -20,13 +20,16 @@ enum RowOrder {
 };
 
 // With kBounded the scores have a bound, so that one reference serves all of them: they are taken one by one, in units
-// of log2 less kReference, and the two halves have nothing left to do. With kExact a reference is the maximum itself:
-// the largest probability is 1, which no rounding changes.
+// of log2 less kReference, and the two halves have nothing left to do. Where rows may see few keys O is divided by the
+// sum of rounded probabilities, so that a row that sees one has its V: dP - D of such a row would be up to 2^-9 of dP,
+// where it is 0. With kExact a reference is the maximum itself: the largest probability is 1, which no rounding
+// changes.
 template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, RowOrder kMaskedRowOrder, int kMultiplyAddEighths, bool kShift = false,
           bool kBounded = false, int kReference = 0, bool kExact = false>
 struct RowSoftmax {
     float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
     float l[2];       // this thread's part of the sum
+    float rounded[2]; // with kBounded, the sum of rounded probabilities of rows that see few keys, over the quad; or 0
     float factor[2];  // what the last advance() asks to multiply O with
     float shift[2];   // with kShift, what is to be added to the scores at hand in units of log2, another for each thread
     bool shift_may_rise = false;  // in the blocks that follow, which are of earlier keys
@@ -52,7 +55,7 @@ struct RowSoftmax {
 
     __device__ __forceinline__ void init() {
 #pragma unroll
-        for (int h = 0; h < 2; h++) m[h] = kBounded ? float(kReference) : -FT_INFINITY, l[h] = 0.0f;
+        for (int h = 0; h < 2; h++) m[h] = kBounded ? float(kReference) : -FT_INFINITY, l[h] = rounded[h] = 0.0f;
     }
 
     // What is taken from the scores of a row in units of log2. A row that has seen nothing yet: any finite reference
@@ -165,7 +168,7 @@ struct RowSoftmax {
         for (int h = 0; h < 2; h++) {
             l[h] = quad_sum(l[h]);
             r.empty[h] = l[h] == 0.0f;
-            r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(l[h]);
+            r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(kBounded && rounded[h] > 0.0f ? rounded[h] : l[h]);
             r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (kBounded ? add_log2(m[h], l[h]) : m[h] * unit(c) + log2_approx(l[h]));
             if (is_far(m[h], c)) r.log_sum_exp[h] = far_log_sum_exp(m[h], c, l[h]);
         }

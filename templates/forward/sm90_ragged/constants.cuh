@@ -38,11 +38,6 @@ constexpr bool kLookAhead = @{ look_ahead }@;
 // Of a masked V that is looked through, how many reads of a thread are in flight.
 constexpr int kScanTogether = @{ scan_together }@;
 
-// A reference for all scores of a capped program (forward/sm90.cu) is of no use beside keys without pages, which are
-// known when the scores are there.
-constexpr int kReference = 0;
-constexpr bool kBounded = false;
-
 // Whether the mask is evaluated with the scores; else it comes as bits, or by the ends of runs.
 constexpr bool kMaskScores = !kProgramRows && !kLists;
 

@@ -12,9 +12,8 @@ struct Consumer : Arrivals {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift> softmax;
     ProgramKept kept;  // of the tile whose scores are computed
-    ScoreCap cap;      // where a program caps the scores
     ScoreRamps ramps;  // where it adds to them
     float seed_unit;   // where they are seeded, what takes natural units to those of the raw score
     RowMasks masks;
@@ -136,7 +135,6 @@ struct Consumer : Arrivals {
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Turn& work) {
         kept = program_kept(head(work));
-        if (kBounded) cap = program_cap(head(work), kept, magnitude());
         masks.keep(tile(work));
         if (kOverlap && attends(work)) {
             read_ahead(work, work.own.end - 1, is_masked<kMaskedFirst>(work.own, work.own.end - 1));
@@ -193,10 +191,7 @@ struct Consumer : Arrivals {
         const auto apply = [&](auto cut) {
             constexpr bool kCut = decltype(cut)::value;
             if (kSeeded) return;
-            if (kBounded) {
-                program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap, row, key, float(kReference),
-                                                                  [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
-            } else if (kProgramShift) {
+            if (kProgramShift) {
                 program_ramped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, ramps, row, key);
             } else {
                 program_scores<kCut, kBlockKV / 8, kMaskScores, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
@@ -206,8 +201,6 @@ struct Consumer : Arrivals {
             apply(Bool<true>{});
             if (!kClean) masks.see(tile(work), first_key(work, n));  // past the last key alone, once in a tile
             masks.apply(s);
-#pragma unroll
-            for (int i = 0; kBounded && i < kBlockKV / 2; i++) softmax.take(s[i], i / 2 % 2);
         } else {
             apply(Bool<false>{});
         }
