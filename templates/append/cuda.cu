@@ -247,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) @{ entry }@(const __gr
         Elements<Element, kUnit> raw;
         float x[kUnit];
         if (live) {
-            raw = tail ? load_tail<kUnit>(row.from + column, row.columns - column) : load<Element, kUnit>(row.from + column);
+            raw = tail ? load_tail<kUnit>(row.from + column, row.columns - column)
+                       : load<Element, kUnit>(row.from + column);
 #pragma unroll
             for (int i = 0; i < kUnit; i++) x[i] = to_float(raw.at[i]);
             if (rotates) {

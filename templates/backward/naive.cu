@@ -101,8 +101,10 @@ __device__ __forceinline__ void load_statistics(const Args& args, const ProgramH
                                                 float* delta, float* log_sum) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
     const i64 out_row = lse_row(args, tile.batch, tile.head, tile.row);
-    const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
-    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
+    const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] +
+                       tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
+    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] +
+                          tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i;
@@ -196,7 +198,8 @@ __device__ __forceinline__ void add_products(float (&sums)[kSumRows][kOut], cons
 }
 
 template <int kSumRows, int kOut, int kDim>
-__device__ __forceinline__ void store_rows(Element* to, i64 stride, const float (&sums)[kSumRows][kOut], int rows, float scale) {
+__device__ __forceinline__ void store_rows(Element* to, i64 stride, const float (&sums)[kSumRows][kOut], int rows,
+                                           float scale) {
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
 #pragma unroll
     for (int i = 0; i < kSumRows; i++) {
@@ -236,8 +239,10 @@ __device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int 
 #pragma unroll
         for (int j = 0; j < kOutV; j++) dv[i][j] = 0.0f;
     }
-    const Element* k = (const Element*)args.k + batch * args.k_stride[0] + kv_head * args.k_stride[1] + key * args.k_stride[2];
-    const Element* v = (const Element*)args.v + batch * args.v_stride[0] + kv_head * args.v_stride[1] + key * args.v_stride[2];
+    const Element* k = (const Element*)args.k + batch * args.k_stride[0] + kv_head * args.k_stride[1] +
+                       key * args.k_stride[2];
+    const Element* v = (const Element*)args.v + batch * args.v_stride[0] + kv_head * args.v_stride[1] +
+                       key * args.v_stride[2];
     load_rows<kBlockKV, kHeadDimQK>(m.first, k, args.k_stride[2], keys);
     load_rows<kBlockKV, kHeadDimV>(m.second, v, args.v_stride[2], keys);
     for (int h = kv_head * group; h < (kv_head + 1) * group; h++) {
@@ -245,8 +250,10 @@ __device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int 
             const Tile tile = {batch, h, kv_head, row, min_of(kBlockQ, last - row)};
             const ProgramHead head = program_head(args, args, tile);
             if (is_masked(args, head, tile, key)) continue;
-            const Element* q = (const Element*)args.q + batch * args.q_stride[0] + h * args.q_stride[1] + row * args.q_stride[2];
-            const Element* dout = (const Element*)args.dout + batch * args.dout_stride[0] + h * args.dout_stride[1] + row * args.dout_stride[2];
+            const Element* q = (const Element*)args.q + batch * args.q_stride[0] + h * args.q_stride[1] +
+                               row * args.q_stride[2];
+            const Element* dout = (const Element*)args.dout + batch * args.dout_stride[0] + h * args.dout_stride[1] +
+                                  row * args.dout_stride[2];
             float s[kRows][kColumns], dp[kRows][kColumns];
             __syncthreads();
             load_rows<kBlockQ, kHeadDimQK>(m.third, q, args.q_stride[2], tile.rows);
@@ -267,8 +274,10 @@ __device__ __forceinline__ void key_tile(const Args& args, const Memory& m, int 
             add_products<kKeyRows, kOutQK, kHeadDimQK>(dk, m.p, m.ds, m.third, tile.rows, place);
         }
     }
-    Element* to_k = (Element*)args.dk + batch * args.dk_stride[0] + kv_head * args.dk_stride[1] + key * args.dk_stride[2];
-    Element* to_v = (Element*)args.dv + batch * args.dv_stride[0] + kv_head * args.dv_stride[1] + key * args.dv_stride[2];
+    Element* to_k = (Element*)args.dk + batch * args.dk_stride[0] + kv_head * args.dk_stride[1] +
+                    key * args.dk_stride[2];
+    Element* to_v = (Element*)args.dv + batch * args.dv_stride[0] + kv_head * args.dv_stride[1] +
+                    key * args.dv_stride[2];
     store_rows<kKeyRows, kOutQK, kHeadDimQK>(to_k, args.dk_stride[2], dk, keys, args.scale);
 #if FT_DROPOUT
     store_rows<kKeyRows, kOutV, kHeadDimV>(to_v, args.dv_stride[2], dv, keys, args.dropout_scale);
@@ -287,8 +296,10 @@ __device__ __forceinline__ void query_tile(const Args& args, const Memory& m, co
 #pragma unroll
         for (int j = 0; j < kOutQK; j++) dq[i][j] = 0.0f;
     }
-    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
-    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
+    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] +
+                       tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
+    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] +
+                          tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
     const Element* k = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1];
     const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1];
     load_rows<kBlockQ, kHeadDimQK>(m.first, q, args.q_stride[2], tile.rows);
@@ -314,7 +325,8 @@ __device__ __forceinline__ void query_tile(const Args& args, const Memory& m, co
         const auto place = [&](int i, int t) { return (y + kDown * i) * kPitchP + t; };
         add_products<kRows, kOutQK, kHeadDimQK>(dq, m.p, m.ds, m.third, keys, place);
     }
-    Element* to = (Element*)args.dq + tile.batch * args.dq_stride[0] + tile.head * args.dq_stride[1] + tile.row * args.dq_stride[2];
+    Element* to = (Element*)args.dq + tile.batch * args.dq_stride[0] +
+                  tile.head * args.dq_stride[1] + tile.row * args.dq_stride[2];
     store_rows<kRows, kOutQK, kHeadDimQK>(to, args.dq_stride[2], dq, tile.rows, args.scale);
 }
 

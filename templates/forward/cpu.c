@@ -220,7 +220,8 @@ static int any_attends(const Tile *tile, const Scratch *scratch, int64_t begin, 
 #endif
 
 /* The scores of one panel (or of one vector of it, from lane `lane` on) with one block of keys: of `count` keys from
- * `first` on, -infinity where masked. Gives -1 where there is none, else whether V has infinities or NaN where one is. */
+ * `first` on, -infinity where masked. Gives -1 where there is none, else whether V has infinities or NaN where one
+ * is. */
 INLINE int panel_scores(const ForwardArgs *args, const Tile *tile, Scratch *scratch, const Block *block, int panel,
                         int lane, const int vectors, int64_t *first, int *count) {
     int64_t query = tile->query + panel * PANEL + lane;
@@ -382,7 +383,8 @@ static __attribute__((noinline)) void write_weights(const ForwardArgs *args, con
 static __attribute__((noinline)) void gather_panels(Scratch *scratch, int queries, int before) {
     for (int i = 0; i < queries; i += LANES) {
         const int panel = i / PANEL, lane = i % PANEL;
-        gather(scratch->gathered + panel, scratch->o[panel] + lane, scratch->maximum + i, scratch->sum + i, lane, before);
+        gather(scratch->gathered + panel, scratch->o[panel] + lane, scratch->maximum + i, scratch->sum + i, lane,
+               before);
     }
 }
 
@@ -436,7 +438,8 @@ void ft_tile(const ForwardArgs *args, uint64_t index, void *memory) {
             if (AMX || rest > PANEL - LANES)
                 attend(args, &tile, scratch, &block, panel, 0, UNROLL_Q, is_long);
             else
-                for (int lane = 0; lane < rest; lane += LANES) attend(args, &tile, scratch, &block, panel, lane, 1, is_long);
+                for (int lane = 0; lane < rest; lane += LANES)
+                    attend(args, &tile, scratch, &block, panel, lane, 1, is_long);
         }
     }
 

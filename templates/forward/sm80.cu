@@ -235,7 +235,8 @@ struct WarpChunks {
 // Which rows attend to nothing, since a program made all of their scores -inf: one of four bits for each, behind the
 // staged O. Not beside a sink, whose sum is not empty.
 constexpr bool kMarkEmpty = @{ mark_empty }@;
-enum : int { kBytesO = kBlockQ * TileV::kPitch, kBytesEmptyRows = kMarkEmpty ? kBlockQ / 2 : 0 };  // a word for every eight rows
+// A word for every eight rows.
+enum : int { kBytesO = kBlockQ * TileV::kPitch, kBytesEmptyRows = kMarkEmpty ? kBlockQ / 2 : 0 };
 static_assert(max_of<int>(max_of(kBytesQ, kOffsetV + kStages * kBytesV), kBytesO + kBytesEmptyRows) == @{ smem_bytes }@,
               "the shared memory that the host asks for");
 __device__ __forceinline__ u32 empty_rows(u32 smem_o, int row) { return smem_o + kBytesO + row / 8 * 4; }
@@ -298,7 +299,8 @@ __device__ __forceinline__ void fold_sign_into_q(u32 smem_q, float scale) {
     });
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+    @{ entry }@(const __grid_constant__ KernelArgs args) {
     extern __shared__ __align__(128) u8 smem[];
     const u32 smem_q = smem_address(smem), smem_k = smem_q + kOffsetK, smem_v = smem_q + kOffsetV;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

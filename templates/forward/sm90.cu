@@ -36,7 +36,8 @@ constexpr bool kQueue = @{ queue }@;
 constexpr bool kChain = @{ chain }@;
 constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kBiasStages = @{ bias_stages }@;
-constexpr bool kSeeded = @{ seeded }@;  // the scores' product starts from what a program adds to them, instead of from zero
+// The scores' product starts from what a program adds to them, instead of from zero.
+constexpr bool kSeeded = @{ seeded }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 #define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
 constexpr int kDrawers = FT_DRAWERS;
@@ -110,7 +111,8 @@ constexpr int kScanTogether = @{ scan_together }@;
 // the other. (f16 has too few exponents.)
 constexpr float kCapLog2 = kCapBound * kLog2E;
 constexpr int kReference = kCapLog2 > 40.0f ? int(kCapLog2) - 39 : 0;
-constexpr bool kBounded = !FT_RESIDUAL && kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> && kCapLog2 + kReference <= 106.0f;
+constexpr bool kBounded = !FT_RESIDUAL && kProgramCapped && kExponentMask<Element> == kExponentMask<bf16> &&
+                          kCapLog2 + kReference <= 106.0f;
 
 // Whether the mask is evaluated with the scores; else it comes as bits, or by the ends of runs.
 constexpr bool kMaskScores = !kProgramRows && !kLists;

@@ -35,7 +35,8 @@ constexpr bool kQueue = @{ queue }@;
 constexpr bool kChain = @{ chain }@;
 constexpr bool kOutputApart = @{ output_apart }@;
 constexpr int kBiasStages = @{ bias_stages }@;
-constexpr bool kSeeded = @{ seeded }@;  // the scores' product starts from what a program adds to them, instead of from zero
+// The scores' product starts from what a program adds to them, instead of from zero.
+constexpr bool kSeeded = @{ seeded }@;
 constexpr int kExp2Eighths = @{ exp2_eighths }@;
 #define FT_DRAWERS @{ drawers }@  // warpgroups that draw which scores are dropped
 constexpr int kDrawers = FT_DRAWERS;

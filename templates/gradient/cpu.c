@@ -3,7 +3,8 @@
 /* The gradient of a tensor or scalar that a score program reads, on the CPU.
  *
  *   P = exp(S' - lse)   dP = dO V^T   dS' = P (dP - D)   D = rowsum(dO O) - dlse
- *   dT[place] = sum over all scores that read it of dS' * (dS' / dT[place]), and of a sink s of -exp(s - lse) D * (ds / dT)
+ *   dT[place] = sum over all scores that read it of dS' * (dS' / dT[place]), and of a sink s of
+ *               -exp(s - lse) D * (ds / dT)
  *
  * S' is the changed score. A place is a sequence, a KV head, one of its query heads, a block of queries and a block of
  * keys; behind the last block of keys comes the sink, where the program has one that reads the tensor. A group is the
@@ -338,8 +339,10 @@ static void add_tile(const GradientArgs *args, const Rows *at, Scratch *scratch,
     if (key >= key_end(of, at->query + at->rows - 1) || key + n <= key_begin(of, at->query)) return;
     const int kind = program_tile(at, key, key + n);
     if (kind < 0) return;
-    const element *k = (const element *)of->k + at->b * of->k_stride[0] + at->h_kv * of->k_stride[1] + key * of->k_stride[2];
-    const element *v = (const element *)of->v + at->b * of->v_stride[0] + at->h_kv * of->v_stride[1] + key * of->v_stride[2];
+    const element *k = (const element *)of->k + at->b * of->k_stride[0] + at->h_kv * of->k_stride[1] +
+                       key * of->k_stride[2];
+    const element *v = (const element *)of->v + at->b * of->v_stride[0] + at->h_kv * of->v_stride[1] +
+                       key * of->v_stride[2];
     for (int j = 0; j < n; j++) {
         widen_row(scratch->k + j * HEAD_DIM_QK, k + j * of->k_stride[2], HEAD_DIM_QK);
         widen_row(scratch->v + j * HEAD_DIM_V, v + j * of->v_stride[2], HEAD_DIM_V);

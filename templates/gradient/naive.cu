@@ -85,18 +85,22 @@ template <int kDim> __device__ __forceinline__ void products(float (&s)[kRows][k
         for (int i = 0; i < kRows; i++) {
 #pragma unroll
             for (int j = 0; j < kColumns; j++)
-                s[i][j] = fmaf(m.queries[(y + kDown * i) * kPitch + d], m.keys[(x + kAcross * j) * kPitch + d], s[i][j]);
+                s[i][j] = fmaf(m.queries[(y + kDown * i) * kPitch + d],
+                               m.keys[(x + kAcross * j) * kPitch + d], s[i][j]);
         }
     }
 }
 
 // Of each query of a tile the log-sum-exp and D.
-__device__ __forceinline__ void load_statistics(const KernelArgs& call, const ProgramHead& head, const Tile& tile, const Memory& m) {
+__device__ __forceinline__ void load_statistics(const KernelArgs& call, const ProgramHead& head, const Tile& tile,
+                                                const Memory& m) {
     const BackwardArgs& args = call.backward;
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
     const i64 out_row = (i64(tile.batch) * args.heads + tile.head) * args.q_len + tile.row;
-    const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] + tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
-    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
+    const Element* o = (const Element*)args.o + tile.batch * args.o_stride[0] +
+                       tile.head * args.o_stride[1] + tile.row * args.o_stride[2];
+    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] +
+                          tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
         const int row = y + kDown * i;
@@ -134,7 +138,8 @@ __device__ __forceinline__ void load_statistics(const KernelArgs& call, const Pr
 }
 
 // Whether no query of a tile attends to any of the keys from `key` on.
-__device__ __forceinline__ bool is_masked(const BackwardArgs& args, const ProgramHead& head, const Tile& tile, int key) {
+__device__ __forceinline__ bool is_masked(const BackwardArgs& args, const ProgramHead& head, const Tile& tile,
+                                          int key) {
     const int last_key = min_of(key + kBlockKV, args.kv_len) - 1, last_row = tile.row + tile.rows - 1;
     if (key > live_keys<kMaskLeft, kMaskRight>(args, last_row).last) return true;
     if (last_key < live_keys<kMaskLeft, kMaskRight>(args, tile.row).first) return true;
@@ -145,10 +150,14 @@ __device__ __forceinline__ bool is_masked(const BackwardArgs& args, const Progra
 __device__ __forceinline__ void multiply(const BackwardArgs& args, const Memory& m, const Tile& tile, int key,
                                          float (&s)[kRows][kColumns], float (&dp)[kRows][kColumns]) {
     const int keys = min_of(kBlockKV, args.kv_len - key);
-    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] + tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
-    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] + tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
-    const Element* k = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1] + key * args.k_stride[2];
-    const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1] + key * args.v_stride[2];
+    const Element* q = (const Element*)args.q + tile.batch * args.q_stride[0] +
+                       tile.head * args.q_stride[1] + tile.row * args.q_stride[2];
+    const Element* dout = (const Element*)args.dout + tile.batch * args.dout_stride[0] +
+                          tile.head * args.dout_stride[1] + tile.row * args.dout_stride[2];
+    const Element* k = (const Element*)args.k + tile.batch * args.k_stride[0] + tile.kv_head * args.k_stride[1] +
+                       key * args.k_stride[2];
+    const Element* v = (const Element*)args.v + tile.batch * args.v_stride[0] + tile.kv_head * args.v_stride[1] +
+                       key * args.v_stride[2];
     load_rows<kHeadDimQK>(m.queries, q, args.q_stride[2], tile.rows);
     load_rows<kHeadDimQK>(m.keys, k, args.k_stride[2], keys);
     __syncthreads();
@@ -161,8 +170,8 @@ __device__ __forceinline__ void multiply(const BackwardArgs& args, const Memory&
 }
 
 // What a tile of scores adds: in registers where every pair has an element of its own, else to the partial sums.
-__device__ __forceinline__ void add_tile(const KernelArgs& args, const Memory& m, const ProgramHead& head, const Tile& tile, int key,
-                                         float* sums, float (&direct)[kRows][kColumns]) {
+__device__ __forceinline__ void add_tile(const KernelArgs& args, const Memory& m, const ProgramHead& head,
+                                         const Tile& tile, int key, float* sums, float (&direct)[kRows][kColumns]) {
     const BackwardArgs& of = args.backward;
     const int x = threadIdx.x % kAcross, y = threadIdx.x / kAcross;
     float s[kRows][kColumns], dp[kRows][kColumns];
@@ -249,7 +258,8 @@ __device__ __forceinline__ void add_tile(const KernelArgs& args, const Memory& m
 }
 
 // What the sinks of a tile of queries add: the weight of a key whose value is zero.
-__device__ __forceinline__ void add_sinks(const KernelArgs& args, const Memory& m, const ProgramHead& head, const Tile& tile, float* sums) {
+__device__ __forceinline__ void add_sinks(const KernelArgs& args, const Memory& m, const ProgramHead& head,
+                                          const Tile& tile, float* sums) {
     const int row = threadIdx.x;
 #pragma unroll
     for (int t = 0; t < kSinkTerms; t++) {
@@ -294,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@_places(con
         for (i64 nth = places * part / args.splits; nth < places * (part + 1) / args.splits; nth++) {
             const Place p = place_of(args, counts, group, nth);
             const int row = p.query * kBlockQ, key = p.key * kBlockKV;
-            const Tile tile = {p.batch, p.kv_head * counts.of[2] + p.member, p.kv_head, row, min_of(kBlockQ, of.q_len - row)};
+            const Tile tile = {p.batch, p.kv_head * counts.of[2] + p.member, p.kv_head, row,
+                               min_of(kBlockQ, of.q_len - row)};
             const ProgramHead head = program_head(args, of, tile);
             const bool is_sink = p.key == counts.keys;
             if (!is_sink && is_masked(of, head, tile, key)) continue;
@@ -317,7 +328,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) @{ entry }@_places(con
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
                 const int q = tile.row + y + kDown * i, kv = p.key * kBlockKV + x + kAcross * j;
-                if (q < of.q_len && kv < of.kv_len) store_gradient(args, score_terms(args, head, q, kv, 0.0f).place[0], direct[i][j]);
+                if (q < of.q_len && kv < of.kv_len)
+                    store_gradient(args, score_terms(args, head, q, kv, 0.0f).place[0], direct[i][j]);
             }
         }
     }

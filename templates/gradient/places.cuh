@@ -1,10 +1,10 @@
 // Which places a thread block walks over, what it adds to partial sums, and what becomes of those.
 //
-// A place is a sequence, a KV head, one of its query heads, a tile of queries and a block of keys; behind the last block
-// of keys comes the sink, where the program has one that reads the tensor. A group is the places of one value of every
-// coordinate that is kept, so that no other group has its elements. A unit is a part of a group. A unit's places are
-// walked in ascending order by one thread block, each element of its sums is added to by one thread alone, and the sums
-// of the parts of a group are added up in their order: the same bytes in every run.
+// A place is a sequence, a KV head, one of its query heads, a tile of queries and a block of keys; behind the last
+// block of keys comes the sink, where the program has one that reads the tensor. A group is the places of one value of
+// every coordinate that is kept, so that no other group has its elements. A unit is a part of a group. A unit's places
+// are walked in ascending order by one thread block, each element of its sums is added to by one thread alone, and the
+// sums of the parts of a group are added up in their order: the same bytes in every run.
 
 struct Place {
     int batch, kv_head, member, query, key;
@@ -52,7 +52,8 @@ __device__ __forceinline__ Place place_of(const GradientArgs& args, const Counts
 
 // Adds n values to the partial sums of their places. Each thread has the places of its own remainder, in all tiles of
 // its unit, and takes the values in their order; those of one place that follow each other are added up first.
-template <int kThreads> __device__ __forceinline__ void add_in_order(float* sums, const float* values, const int* places, int n) {
+template <int kThreads>
+__device__ __forceinline__ void add_in_order(float* sums, const float* values, const int* places, int n) {
     int at = -1;
     float sum = 0.0f;
     for (int e = 0; e < n; e++) {
@@ -81,7 +82,9 @@ __device__ __forceinline__ void store_gradient(const GradientArgs& args, i64 at,
 template <int kThreads> __device__ __forceinline__ void clear_sums(const GradientArgs& args) {
     if (args.direct != 0) return;
     float* const sums = (float*)args.backward.scratch;
-    for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < args.splits * args.elements; i += i64(gridDim.x) * kThreads) sums[i] = 0.0f;
+    for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < args.splits * args.elements;
+         i += i64(gridDim.x) * kThreads)
+        sums[i] = 0.0f;
 }
 
 // The gradient, from the partial sums.

@@ -6,7 +6,8 @@ struct KeyBlock {
     // With a bounded right side the first keys are seen most, and go first.
     __device__ __forceinline__ explicit KeyBlock(const KernelArgs& args) {
         const u32 number = block_index(), index = number / kParts;
-        const u32 pairs = u32(args.batch) * u32(args.kv_heads), blocks = (u32(args.kv_len) + kBlockKeys - 1) / kBlockKeys;
+        const u32 pairs = u32(args.batch) * u32(args.kv_heads),
+                  blocks = (u32(args.kv_len) + kBlockKeys - 1) / kBlockKeys;
         const u32 pair = kBlockMajor ? index % pairs : index / blocks;
         batch = int(pair / u32(args.kv_heads)), kv_head = int(pair % u32(args.kv_heads));
         key = int(kBlockMajor ? index / pairs : index % blocks) * kBlockKeys;
@@ -14,7 +15,8 @@ struct KeyBlock {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@_keys(const __grid_constant__ KernelArgs FT_CALL) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+    @{ entry }@_keys(const __grid_constant__ KernelArgs FT_CALL) {
     extern __shared__ __align__(128) u8 smem[];
     constexpr int kM = kKeyRows / 16, kTiles = kStepQ / 8;
     using Layout = KeysLayout;
@@ -28,16 +30,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
     FT_SEQUENCE(args, batch);
     if (kPacked && key >= args.kv_len) return;
     const int keys = min_of(kBlockKeys, args.kv_len - key);
-    copy_tile<TileQK, kBlockKeys>(smem_k, rows_of((const u16*)args.k, args.k_stride, batch, kv_head, key), args.k_stride[2], keys);
-    copy_tile<TileV, kBlockKeys>(smem_v, rows_of((const u16*)args.v, args.v_stride, batch, kv_head, key), args.v_stride[2], keys);
+    copy_tile<TileQK, kBlockKeys>(smem_k, rows_of((const u16*)args.k, args.k_stride, batch, kv_head, key),
+                                  args.k_stride[2], keys);
+    copy_tile<TileV, kBlockKeys>(smem_v, rows_of((const u16*)args.v, args.v_stride, batch, kv_head, key),
+                                 args.v_stride[2], keys);
 
     // Queries of the group that the window lets see any of the keys.
     const auto range = [&]() {
         const i64 diagonal = i64(args.kv_len) - args.q_len;
         const int keys = min_of(kBlockKeys, args.kv_len - key);
-        const int first = kMaskRight ? int(min_of<i64>(max_of<i64>(0, key - diagonal - args.window_right), args.q_len)) : 0;
+        const int first =
+            kMaskRight ? int(min_of<i64>(max_of<i64>(0, key - diagonal - args.window_right), args.q_len)) : 0;
         const int last =
-            kMaskLeft ? int(max_of<i64>(0, min_of<i64>(args.q_len, key + keys - diagonal + args.window_left))) : args.q_len;
+            kMaskLeft ? int(max_of<i64>(0, min_of<i64>(args.q_len, key + keys - diagonal + args.window_left)))
+                      : args.q_len;
         return Range{first / kStepQ, div_up(last, kStepQ), (kv_head + 1) * (args.heads / args.kv_heads)};
     };
     Walk walk(kv_head * (args.heads / args.kv_heads), range());
@@ -59,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         for (int i = 0; i < kWords * kStepQ; i += kThreads) {
             const int word = i + threadIdx.x;
             if (kWords * kStepQ % kThreads == 0 || word < kWords * kStepQ)
-                cp_async_4(to + Layout::kStatistics + word * 4, statistics + word / kWords * args.dq_stride[2] + word % kWords * 2, word / kWords < rows);
+                cp_async_4(to + Layout::kStatistics + word * 4,
+                           statistics + word / kWords * args.dq_stride[2] + word % kWords * 2, word / kWords < rows);
         }
     };
     // The next step's tiles come while this one is computed, or behind it where there is one stage.
@@ -69,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
 
     // Zero times NaN is NaN, so what pairs that take no part meet is looked after where there are such elements.
     cp_async_wait<0>();
-    const bool stays_bad = __syncthreads_or(met_non_finite<TileQK, kBlockKeys>(smem_k) | met_non_finite<TileV, kBlockKeys>(smem_v));
+    const bool stays_bad = __syncthreads_or(met_non_finite<TileQK, kBlockKeys>(smem_k) |
+                                            met_non_finite<TileV, kBlockKeys>(smem_v));
 
     Accumulator<kM, PartQK::kColumns> dk;
     Accumulator<kM, PartV::kColumns> dv;
@@ -99,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
         keep<kM, kTiles>(dp, kept, args.dropout_scale);
 #endif
         const u32 statistics = smem_q + Layout::kStatistics + P::across() * kBytesStatistics;
-        weigh<true>(s, dp, args, head_of(visit.head), visit.tile() * kStepQ + P::across(), key + P::down(), visit.cut(), [&](int a) {
+        weigh<true>(s, dp, args, head_of(visit.head), visit.tile() * kStepQ + P::across(), key + P::down(),
+                    visit.cut(), [&](int a) {
             const uint4 x = load_shared_16(statistics + 8 * a * kBytesStatistics);
             const auto number = [](u32 bits) { return __uint_as_float(bits); };
             if (kProgramFar) {

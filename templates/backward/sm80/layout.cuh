@@ -51,7 +51,8 @@ __device__ __forceinline__ A* rows_of(A* tensor, const i64 (&stride)[3], int bat
 // Starts the copy of a tile of which `rows` exist.
 template <typename Tile, int kRows>
 __device__ __forceinline__ void copy_tile(u32 to, const u16* from, i64 stride, int rows) {
-    Tile::template copy_async<kRows, kThreads, true>(to, Tile::template thread_source<kThreads>(from, stride), stride, rows);
+    Tile::template copy_async<kRows, kThreads, true>(to, Tile::template thread_source<kThreads>(from, stride),
+                                                     stride, rows);
 }
 
 // Whether a chunk that this thread copied holds a non-finite element; between its own wait and the next barrier.

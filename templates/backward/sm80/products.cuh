@@ -47,7 +47,9 @@ template <typename Tile, int kOf> struct Part {
         return kOf == 1 ? columns : columns + part * (kPartSteps / kRepeat * Tile::kGroup * 16);
     }
     // Whether the part has a matrix step.
-    static __device__ __forceinline__ bool has(int part, int step) { return kEven || part * kPartSteps + step < kSteps; }
+    static __device__ __forceinline__ bool has(int part, int step) {
+        return kEven || part * kPartSteps + step < kSteps;
+    }
 };
 
 // Zeros in the place of non-finite elements.
@@ -58,7 +60,8 @@ __device__ __forceinline__ u32 finite_of(u32 x) {
 
 // Weights rounded to the element type: as A operands, a matrix step of 16 columns each, straight from accumulators.
 template <int kM, int kTiles> using Weights = u32[kTiles / 2][kM][4];
-template <int kM, int kTiles> __device__ __forceinline__ void round_weights(Weights<kM, kTiles>& a, const float (&w)[kM][kTiles][4]) {
+template <int kM, int kTiles>
+__device__ __forceinline__ void round_weights(Weights<kM, kTiles>& a, const float (&w)[kM][kTiles][4]) {
 #pragma unroll
     for (int step = 0; step < kTiles / 2; step++) {
 #pragma unroll
@@ -74,7 +77,8 @@ template <int kM, int kTiles> __device__ __forceinline__ void round_weights(Weig
 
 // sum += W B. With kFinite B's non-finite elements are left out.
 template <bool kFinite, typename Tile, typename Columns, int kSteps, int kM, int kSums>
-__device__ __forceinline__ void add_products(float (&sum)[kM][kSums][4], const u32 (&w)[kSteps][kM][4], u32 columns, int part) {
+__device__ __forceinline__ void add_products(float (&sum)[kM][kSums][4], const u32 (&w)[kSteps][kM][4], u32 columns,
+                                             int part) {
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
 #pragma unroll
@@ -109,7 +113,8 @@ template <int kM, int kTiles> __device__ __forceinline__ bool met_non_finite(con
 }
 
 // Whether pairs take part: of each of a lane's rows a bit for each of its columns.
-template <int kM, int kTiles> __device__ __forceinline__ void take_parts(u32 (&parts)[kM][2], const float (&p)[kM][kTiles][4]) {
+template <int kM, int kTiles>
+__device__ __forceinline__ void take_parts(u32 (&parts)[kM][2], const float (&p)[kM][kTiles][4]) {
     static_assert(2 * kTiles <= 32, "a bit for each column");
 #pragma unroll
     for (int i = 0; i < kM; i++) {
@@ -123,10 +128,11 @@ template <int kM, int kTiles> __device__ __forceinline__ void take_parts(u32 (&p
     }
 }
 
-// NaN into the sums that a non-finite element of a tile reaches by a pair that takes part, for add_products<true>. Rare,
-// so one row of the tile after the other.
+// NaN into the sums that a non-finite element of a tile reaches by a pair that takes part, for add_products<true>.
+// Rare, so one row of the tile after the other.
 template <typename Tile, typename Columns, int kRows, int kM, int kSums>
-__device__ __forceinline__ void mark_non_finite(float (&sum)[kM][kSums][4], const u32 (&parts)[kM][2], u32 tile, int part) {
+__device__ __forceinline__ void mark_non_finite(float (&sum)[kM][kSums][4], const u32 (&parts)[kM][2], u32 tile,
+                                                int part) {
     constexpr u32 kLow = kExponentMask<Element>, kHigh = kLow << 16;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -159,7 +165,8 @@ __device__ __forceinline__ void mark_non_finite(float (&sum)[kM][kSums][4], cons
 
 // Writes rows [0, rows) of a warp's sums, times a factor, to the columns of a part.
 template <typename Columns, int kHeadDim, int kM, int kSums>
-__device__ __forceinline__ void store_rows(u16* to, i64 stride, const float (&sum)[kM][kSums][4], int rows, int part, float factor) {
+__device__ __forceinline__ void store_rows(u16* to, i64 stride, const float (&sum)[kM][kSums][4],
+                                           int rows, int part, float factor) {
     const int lane = threadIdx.x % 32, first = part * Columns::kColumns;
 #pragma unroll
     for (int i = 0; i < kM; i++) {

@@ -1,6 +1,7 @@
 // The last stage: dQ of a block of queries, by the keys that they see.
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@(const __grid_constant__ KernelArgs FT_CALL) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+    @{ entry }@(const __grid_constant__ KernelArgs FT_CALL) {
     extern __shared__ __align__(128) u8 smem[];
     constexpr int kM = kQueryRows / 16, kTiles = kStepKV / 8;
     using Layout = QueriesLayout;
@@ -57,12 +58,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM) @{ entry }@
 
     // As for keys.
     cp_async_wait<0>();
-    const bool stays_bad =
-        __syncthreads_or(met_non_finite<TileQK, kBlockQueries>(smem_q) | met_non_finite<TileV, kBlockQueries>(smem_dout));
+    const bool stays_bad = __syncthreads_or(met_non_finite<TileQK, kBlockQueries>(smem_q) |
+                                            met_non_finite<TileV, kBlockQueries>(smem_dout));
 
     Accumulator<kM, Whole::kColumns> dq;
     clear(dq);
-    const u32 down_q = lane_down<TileQK>(smem_q, warp * kQueryRows), down_dout = lane_down<TileV>(smem_dout, warp * kQueryRows);
+    const u32 down_q = lane_down<TileQK>(smem_q, warp * kQueryRows),
+              down_dout = lane_down<TileV>(smem_dout, warp * kQueryRows);
     int stage = 0;
 #pragma unroll 1
     while (more) {

@@ -15,7 +15,8 @@ __device__ __forceinline__ float sum_of_lost(u32 x, u32 y, float sum) {
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_statistics(const __grid_constant__ KernelArgs FT_CALL) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    @{ entry }@_statistics(const __grid_constant__ KernelArgs FT_CALL) {
     Tile tile = decode_tile<kThreads / kLanesOfRow, false, false>(FT_CALL, block_index());
     FT_SEQUENCE(args, tile.batch);
     if (kPacked && !has_rows(args, tile, kThreads / kLanesOfRow)) return;

@@ -1,10 +1,10 @@
 // Which tiles of the other side a thread block visits, and in which order: head after head, from the first tile to the
 // last.
 
-// Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0). Rows
-// and keys are given by the first and the last, which may lie behind the last that exists.
-__device__ __forceinline__ int tile_kind(const Args& args, const ProgramHead& head, int q_first, int q_last, int kv_first,
-                                         int kv_last) {
+// Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0).
+// Rows and keys are given by the first and the last, which may lie behind the last that exists.
+__device__ __forceinline__ int tile_kind(const Args& args, const ProgramHead& head, int q_first, int q_last,
+                                         int kv_first, int kv_last) {
     const int row = min_of(q_last, args.q_len - 1), key = min_of(kv_last, args.kv_len - 1);
     const KeyRange top = live_keys<kMaskLeft, kMaskRight>(args, q_first);
     const KeyRange bottom = live_keys<kMaskLeft, kMaskRight>(args, row);
@@ -32,10 +32,12 @@ struct Walk : Visit {
     u32 live, whole;
 
     // Before the first tile of a head.
-    __device__ __forceinline__ Walk(int head, const Range& range) : Visit{head, 0}, base(range.first - 32), live(0), whole(0) {}
+    __device__ __forceinline__ Walk(int head, const Range& range)
+        : Visit{head, 0}, base(range.first - 32), live(0), whole(0) {}
 
     // Goes to the next tile that is not dead; kind(head, tile) says what one is. Whether there was one.
-    template <typename Ranges, typename Kind> __device__ __forceinline__ bool next(const Ranges& range, const Kind& kind) {
+    template <typename Ranges, typename Kind>
+    __device__ __forceinline__ bool next(const Ranges& range, const Kind& kind) {
 #pragma unroll 1
         while (live == 0) {
             const Range r = range();

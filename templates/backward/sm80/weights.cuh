@@ -10,12 +10,14 @@ struct Statistics {
 // infinite score stays infinite.
 constexpr float kEmpty = 3e38f;
 
-// Where the accumulators of a warp lie among queries and keys. Of kTiles tiles of 8 columns and kM of 16 rows a lane has
-// two columns and two rows of each; with kKeysDown rows are keys and columns queries, else the other way round. A lane
-// counts its queries as (a, b) and its keys as (c, d).
+// Where the accumulators of a warp lie among queries and keys. Of kTiles tiles of 8 columns and kM of 16 rows a lane
+// has two columns and two rows of each; with kKeysDown rows are keys and columns queries, else the other way round. A
+// lane counts its queries as (a, b) and its keys as (c, d).
 template <bool kKeysDown, int kM, int kTiles> struct Places {
     static constexpr int kQueries = kKeysDown ? kTiles : kM, kKeys = kKeysDown ? kM : kTiles;
-    static __device__ __forceinline__ constexpr int query(int a, int b) { return kKeysDown ? 8 * a + b : 16 * a + 8 * b; }
+    static __device__ __forceinline__ constexpr int query(int a, int b) {
+        return kKeysDown ? 8 * a + b : 16 * a + 8 * b;
+    }
     static __device__ __forceinline__ constexpr int key(int c, int d) { return kKeysDown ? 16 * c + 8 * d : 8 * c + d; }
     // The first of its columns and of its rows.
     static __device__ __forceinline__ int across() { return threadIdx.x % 4 * 2; }
@@ -35,7 +37,8 @@ template <int kM, int kTiles> __device__ __forceinline__ void turn_gone(float (&
     }
 }
 // And afterwards such weights go.
-template <int kM, int kTiles> __device__ __forceinline__ void drop_gone(float (&p)[kM][kTiles][4], float (&ds)[kM][kTiles][4]) {
+template <int kM, int kTiles>
+__device__ __forceinline__ void drop_gone(float (&p)[kM][kTiles][4], float (&ds)[kM][kTiles][4]) {
 #pragma unroll
     for (int n = 0; n < 4 * kM * kTiles; n++) {
         const int i = n / (4 * kTiles), j = n / 4 % kTiles, e = n % 4;
@@ -43,8 +46,8 @@ template <int kM, int kTiles> __device__ __forceinline__ void drop_gone(float (&
     }
 }
 
-// P in the place of the products s of Q and K, dS in that of the products dp of dO and V. `q` and `kv` are the lane's first
-// query and key; statistics(a) gives those of two queries. With `cut` pairs that a mask leaves out take no part.
+// P in the place of the products s of Q and K, dS in that of the products dp of dO and V. `q` and `kv` are the lane's
+// first query and key; statistics(a) gives those of two queries. With `cut` pairs that a mask leaves out take no part.
 template <bool kKeysDown, int kM, int kTiles, typename Of>
 __device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM][kTiles][4], const Args& args,
                                       const ProgramHead& head, int q, int kv, bool cut, const Of& statistics) {
@@ -99,7 +102,8 @@ __device__ __forceinline__ void weigh(float (&s)[kM][kTiles][4], float (&dp)[kM]
                 const int at = P::key(e / 2, e % 2);
                 bool out = at > last || (kMaskLeft && at < first);
 #if FT_PROGRAM
-                if (kProgramMask) out = out || !mask_element(head, kept.mask, mask, row, kv, min_of(at, args.kv_len - 1 - kv));
+                if (kProgramMask) out = out || !mask_element(head, kept.mask, mask, row, kv,
+                                                             min_of(at, args.kv_len - 1 - kv));
 #endif
                 if (out) P::at(s, a, b, e / 2, e % 2) = __uint_as_float(kNoPart), P::at(dp, a, b, e / 2, e % 2) = 0.0f;
             }

@@ -74,8 +74,8 @@ struct Uncut {
 };
 
 // Whether sums have met a NaN or an infinity, in any lane of the warp. A key that a query does not see, or whose score
-// is -inf, has the weight 0 there, and zero times NaN is NaN: such sums are computed once more, without these keys. That
-// costs nothing where all elements are finite, as they nearly always are.
+// is -inf, has the weight 0 there, and zero times NaN is NaN: such sums are computed once more, without these keys.
+// That costs nothing where all elements are finite, as they nearly always are.
 template <int kCount> __device__ __forceinline__ bool any_non_finite(const float (&sums)[kCount]) {
     float met = 0.0f;
 #pragma unroll

@@ -12,7 +12,8 @@ struct Arrivals {
 #endif
     bool k_seen = false, v_seen = false;  // whether the next K and V are known to have arrived
 
-    __device__ __forceinline__ Arrivals(const KernelArgs& args, u32 smem, int id) : args(args), smem(smem), id(id), schedule(smem) {}
+    __device__ __forceinline__ Arrivals(const KernelArgs& args, u32 smem, int id)
+        : args(args), smem(smem), id(id), schedule(smem) {}
 
     static __device__ __forceinline__ int warp() { return threadIdx.x % 128 / 32; }
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }

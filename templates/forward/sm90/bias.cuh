@@ -26,10 +26,12 @@ __device__ __forceinline__ bool copies_biases(const KernelArgs& args) {
 
 // The rows of a bias for one consumer, to `to`, by a warp. Where keys lie side by side, sixteen bytes at once, but for
 // the tensor's ends, since nothing outside of it is read. Keys behind the last are masked, whatever arrives for them.
-__device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int tile_row, int first_key) {
+__device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const BiasAt& bias, int tile_row,
+                                          int first_key) {
     constexpr int kPieces = kBlockKV / 8, kRounds = kPieces * 64 / 32;  // pieces of a row; for a lane
     const int lane = threadIdx.x % 32, last_row = args.forward.q_len - 1, last_key = args.forward.kv_len - 1;
-    const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1), inside = begin + 15 & ~u64(15);
+    const u64 begin = (u64)bias.data, end = (u64)(bias.data + last_row * bias.row + last_key + 1),
+              inside = begin + 15 & ~u64(15);
     const bool dense = bias.key == 1 && inside + 32 <= end;
     const auto row_of = [&](int round) { return (round * 32 + lane) / kPieces; };
     const auto piece_of = [&](int round) { return (round * 32 + lane) % kPieces; };
@@ -62,7 +64,8 @@ __device__ __forceinline__ void copy_bias(const KernelArgs& args, u32 to, const 
 // One thread loads the biases of each block as soon as there is room, without waiting for K: they come from memory and
 // not from L2. With kCopies its warp copies those that TMA cannot address. Every lane arrives then, here and where
 // biases are read: racecheck cannot see that a one-lane arrival behind __syncwarp() covers its warp.
-template <bool kCopies> __device__ __forceinline__ void load_biases(const KernelArgs& args, u32 smem, const Work& only) {
+template <bool kCopies>
+__device__ __forceinline__ void load_biases(const KernelArgs& args, u32 smem, const Work& only) {
     BiasPipeline biases;
     Schedule schedule(smem);
     Work work = first_work(args, only);
@@ -87,8 +90,8 @@ template <bool kCopies> __device__ __forceinline__ void load_biases(const Kernel
 #pragma unroll
                         for (int chunk = 0; chunk < kChunksBias; chunk++) {
                             if (threadIdx.x % 32 != 0) continue;
-                            tma_load(there + chunk * kBytes64Rows, args.biases[nth], full, kEvictNormal, first_key + chunk * 64, row,
-                                     bias.index[0], bias.index[1]);
+                            tma_load(there + chunk * kBytes64Rows, args.biases[nth], full, kEvictNormal,
+                                     first_key + chunk * 64, row, bias.index[0], bias.index[1]);
                         }
                     } else if (kCopies) {
                         copy_bias(args, there, bias, row, first_key);

@@ -9,8 +9,8 @@ struct Consumer : Arrivals {
     Scores s;
     Output o;
     Probabilities p;
-    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded, kReference,
-               FT_RESIDUAL> softmax;
+    RowSoftmax<kBlockKV / 8, kLazyRescale, kRowOrder, kMaskedRowOrder, kExp2Eighths, kProgramShift, kBounded,
+               kReference, FT_RESIDUAL> softmax;
     ProgramKept kept;  // of the tile whose scores are computed
     ScoreCap cap;      // where a program caps the scores
     ScoreRamps ramps;  // where it adds to them
@@ -22,7 +22,8 @@ struct Consumer : Arrivals {
 #endif
 
     __device__ __forceinline__ u32 q_address() const { return QPipeline::buffer_at(smem, q_at); }
-    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id) : Arrivals(args, smem, id), masks(args, id) {}
+    __device__ __forceinline__ Consumer(const KernelArgs& args, u32 smem, int id)
+        : Arrivals(args, smem, id), masks(args, id) {}
 
     // s = Q K^T of the next block of keys or, where they are seeded, s += Q K^T, asynchronously.
     template <typename Product = ScoreProduct> __device__ __forceinline__ void issue_qk() {
@@ -37,8 +38,8 @@ struct Consumer : Arrivals {
 #pragma unroll
         for (int step = 0; step < kStepsQK; step++) {
             const int chunk = step / 4, in_chunk = step % 4 * 32;
-            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + in_chunk) >> 4), k_rows + ((chunk * kBytesChunk + in_chunk) >> 4),
-                               kSeeded || step > 0);
+            ScoreProduct::rows(s, q_rows + ((chunk * kBytes64Rows + in_chunk) >> 4),
+                               k_rows + ((chunk * kBytesChunk + in_chunk) >> 4), kSeeded || step > 0);
         }
         wgmma_commit();
     }
@@ -106,7 +107,9 @@ struct Consumer : Arrivals {
     static __device__ __forceinline__ int before(const Work& work) {
         return work.all.end - (attends(work) ? work.own.end : work.all.begin);
     }
-    static __device__ __forceinline__ int after(const Work& work) { return attends(work) ? work.own.begin - work.all.begin : 0; }
+    static __device__ __forceinline__ int after(const Work& work) {
+        return attends(work) ? work.own.begin - work.all.begin : 0;
+    }
 
     // Brings O to the references of the last scores. Always, and not only where one has moved: a branch would keep the
     // compiler from filling gaps with it. The touch keeps it behind the products that were issued before.
@@ -121,10 +124,16 @@ struct Consumer : Arrivals {
     }
     // Of this thread's scores: the first of its two rows, the other one being 8 rows further, and the first key of
     // block n.
-    __device__ __forceinline__ int first_row(const Work& work) const { return work.tile.row + id * 64 + warp() * 16 + lane() / 4; }
-    __device__ __forceinline__ int own_key(const Work& work, int n) const { return first_key(work, n) + lane() % 4 * 2; }
+    __device__ __forceinline__ int first_row(const Work& work) const {
+        return work.tile.row + id * 64 + warp() * 16 + lane() / 4;
+    }
+    __device__ __forceinline__ int own_key(const Work& work, int n) const {
+        return first_key(work, n) + lane() % 4 * 2;
+    }
 
-    __device__ __forceinline__ ProgramHead head(const Work& work) const { return program_head(args, args.forward, work.tile); }
+    __device__ __forceinline__ ProgramHead head(const Work& work) const {
+        return program_head(args, args.forward, work.tile);
+    }
 
     // What the rows of a tile need of its score program.
     __device__ __forceinline__ void keep(const Work& work) {
@@ -189,11 +198,14 @@ struct Consumer : Arrivals {
             if (kSeeded) return;
             if (kBounded) {
                 program_capped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, cap, row, key, float(kReference),
-                                                                  [&](float& x, int h) { if (!kCut) softmax.take(x, h); });
+                                                                [&](float& x, int h) {
+                                                                    if (!kCut) softmax.take(x, h);
+                                                                });
             } else if (kProgramShift) {
                 program_ramped<kCut, kBlockKV / 8, kMaskScores>(at, head(work), kept, ramps, row, key);
             } else {
-                program_scores<kCut, kBlockKV / 8, kMaskScores, kReadAhead>(at, head(work), kept, row, key, magnitude(), &ahead);
+                program_scores<kCut, kBlockKV / 8, kMaskScores, kReadAhead>(at, head(work), kept, row, key,
+                                                                            magnitude(), &ahead);
             }
         };
         if (masked) {
@@ -288,7 +300,8 @@ struct Consumer : Arrivals {
     // Whether no row of this warpgroup is far below zero, where that counts.
     __device__ __forceinline__ bool is_near_zero(float c) const {
         // By vote, or the compiler takes it for different in the threads of a warp.
-        return !softmax.kFromZero || !__any_sync(0xffffffff, barrier_any(kWarpgroup + id, 128, softmax.is_far_below_zero(c)));
+        return !softmax.kFromZero || !__any_sync(0xffffffff,
+                                                 barrier_any(kWarpgroup + id, 128, softmax.is_far_below_zero(c)));
     }
 
     // Whether the rows of a tile attend to anything.

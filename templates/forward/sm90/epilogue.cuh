@@ -22,7 +22,8 @@ struct OutputRows {
                 args.forward.lse[head * args.forward.q_len + (at >> args.group_shift)] = rows.log_sum_exp[h];
             }
 #pragma unroll
-            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
+            for (int j = 0; j < kColumnsV / 8; j++)
+                o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
             // Scores that a program makes -inf have no part in O, and a NaN of V would have.
             if (kMarkEmpty && rows.empty[h]) {
                 float sum = 0.0f;
@@ -104,19 +105,23 @@ struct OutputRows {
                 return seen;
             };
 #else
-            const auto visible = [&](int key) { return program_visible(program_head(args, args.forward, tile), position, key); };
+            const auto visible = [&](int key) {
+                return program_visible(program_head(args, args.forward, tile), position, key);
+            };
 #endif
             float add = 0.0f;
             if constexpr (kLists) {
 #pragma unroll 1
                 for (int place = work.all.full_end; place < work.all.end; place++) {
                     add += sum_of_block<kBlockKV, kMaskLeft, kMaskRight>(args.forward, v + column, position,
-                                                                         block_at(args, tile, work.all, place), visible);
+                                                                         block_at(args, tile, work.all, place),
+                                                                         visible);
                 }
             } else {
                 const Element* const first = v + column;
                 const auto element = [&](int key) { return to_float(first[key * args.forward.v_stride[2]]); };
-                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, element, position, work.all, visible);
+                add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(args.forward, element, position, work.all,
+                                                                         visible);
             }
 #if FT_DROPOUT
             if (is_dropped) add = __int_as_float(0x7fc00000);
@@ -134,8 +139,8 @@ struct OutputRows {
         if (id * 64 < tile.rows) {
 #pragma unroll
             for (int chunk = 0; chunk < kChunksV; chunk++) {
-                tma_store(args.o, from + chunk * kBytes64Rows, chunk * 64, 0, (tile.row + id * 64) >> args.group_shift, tile.head,
-                          tile.batch);
+                tma_store(args.o, from + chunk * kBytes64Rows, chunk * 64, 0, (tile.row + id * 64) >> args.group_shift,
+                          tile.head, tile.batch);
             }
         }
         tma_store_commit();

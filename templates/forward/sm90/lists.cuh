@@ -87,7 +87,8 @@ struct Lists {
 #else
 
 // As program_tile(), by the elements of tensors that the block reads. For whole warps.
-__device__ __forceinline__ int looked_tile(const ProgramHead& head, int q_first, int q_last, int kv_first, int kv_last) {
+__device__ __forceinline__ int looked_tile(const ProgramHead& head, int q_first, int q_last, int kv_first,
+                                           int kv_last) {
     FT_PROGRAM_HEAD;
     (void)q_first, (void)q_last, (void)kv_first, (void)kv_last;
 @{ looked_code }@    return @{ looked_masked }@ ? -1 : @{ looked_visible }@ ? 1 : 0;

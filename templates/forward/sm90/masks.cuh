@@ -12,7 +12,9 @@ struct RowMasks {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     // The first of this thread's two rows, in a tile; the other one is 8 rows further.
-    __device__ __forceinline__ int first_row() const { return consumer * 64 + threadIdx.x % 128 / 32 * 16 + lane() / 4; }
+    __device__ __forceinline__ int first_row() const {
+        return consumer * 64 + threadIdx.x % 128 / 32 * 16 + lane() / 4;
+    }
 
     // Whether runs are computed where they are wanted.
     static constexpr bool kComputedAgain = kProgramRowsCheap && !kRuns;
@@ -63,7 +65,8 @@ struct RowMasks {
                 const KeyRange run = kComputedAgain ? run_of(tile, row + h * 8) : runs[h];
                 live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
             }
-            const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
+            const int end = scores_before(live.last + 1 - column),
+                      begin = kLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
             for (int word = 0; word < kShareWords; word++) {
                 seen[h][word] = low_bits(end - word * 32);

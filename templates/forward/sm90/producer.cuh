@@ -106,7 +106,8 @@ __device__ __forceinline__ void load_v(const KernelArgs& args, u32 smem, const W
             if (kHelps && raw) {
                 mbarrier_wait_idly(v.arrived(smem, true), (raw_parity >> v.stage) & 1);
                 raw_parity ^= 1u << v.stage;
-                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem), thread)) {
+                if (take_out_non_finite<Element, Layout::kBytesV, kThreadsThatHelp, kScanTogether>(v.buffer(smem),
+                                                                                                   thread)) {
                     set_flag(Layout::met_non_finite_at(smem));
                     fence_async_proxy();
                 }

@@ -4,7 +4,8 @@
 // runs begin and end.
 
 enum : int { kRowsOfEnds = @{ rows_of_ends }@ };  // rows whose runs are summed up together: those of a consumer
-static_assert(sizeof(RunEnds) == @{ ends_bytes }@ && sizeof(u64) == @{ run_bytes }@, "the memory that the host has for them");
+static_assert(sizeof(RunEnds) == @{ ends_bytes }@ && sizeof(u64) == @{ run_bytes }@,
+              "the memory that the host has for them");
 
 // Where both lie.
 struct Runs {
@@ -26,7 +27,8 @@ struct Runs {
         const RunEnds* const first = ends + i64(units.of(tile)) * parts + tile.row / kRowsOfEnds;
         RunEnds found[kParts];
 #pragma unroll
-        for (int i = 0; i < kParts; i++) *(uint4*)&found[i] = *(const uint4*)(first + min_of(i, (tile.rows - 1) / kRowsOfEnds));
+        for (int i = 0; i < kParts; i++)
+            *(uint4*)&found[i] = *(const uint4*)(first + min_of(i, (tile.rows - 1) / kRowsOfEnds));
 #pragma unroll
         for (int i = 1; i < kParts; i++) found[0].join(found[i]);
         return found[0];
@@ -49,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) @{ entry }@_runs(const __
 #pragma unroll 1
     for (int i = 0; i < 2; i++) {
         const int q = min_of(tile.row + i * 32 + lane, last);
-        const KeyRange run = program_row<false>(head, q, within), window = live_keys<kMaskLeft, kMaskRight>(args.forward, q);
+        const KeyRange run = program_row<false>(head, q, within),
+                       window = live_keys<kMaskLeft, kMaskRight>(args.forward, q);
         const int first_key = max_of(run.first, window.first), end = min_of(run.last, window.last) + 1;
         runs.rows[i64(unit) * runs.q_len + q] = u64(u32(end - 1)) << 32 | u32(first_key);
         // A row that attends to nothing asks for no block, but has every one masked.

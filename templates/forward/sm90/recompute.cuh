@@ -9,7 +9,8 @@
 // which is then computed twice.
 
 constexpr int kPlaces = 4;
-constexpr u32 kSecondPass = 1u << 31;  // beside a bit for each slot that was found and, above those, one for each scheduled again
+// Beside a bit for each slot that was found and, above those, one for each scheduled again.
+constexpr u32 kSecondPass = 1u << 31;
 
 __device__ __forceinline__ u32 found_again(u32 smem) { return kOptimistic ? read_flag(Layout::found_at(smem)) : 0; }
 

@@ -129,7 +129,9 @@ struct Schedule {
     __device__ __forceinline__ explicit Schedule(u32 smem) : smem(smem) {}
 
     // The ring slot (recompute.cuh) of the tile that was read last, or of the one `before` it.
-    __device__ __forceinline__ int place(int before) const { return (slots.stage + 2 * slots.parity + kPlaces - before) % kPlaces; }
+    __device__ __forceinline__ int place(int before) const {
+        return (slots.stage + 2 * slots.parity + kPlaces - before) % kPlaces;
+    }
 
     // For a consumer, or for others.
     template <bool kWarp> __device__ __forceinline__ Work next(int consumer = -1) {
@@ -145,7 +147,8 @@ struct Schedule {
 };
 // Whether there is a tile. Where there is none, the first pass may have ended: the first tile of the second then takes
 // its place, for which the role that asks for tiles asks again.
-template <bool kWarp, typename Ask> __device__ __forceinline__ bool has_tile(Schedule& schedule, Work& work, const Ask& ask) {
+template <bool kWarp, typename Ask>
+__device__ __forceinline__ bool has_tile(Schedule& schedule, Work& work, const Ask& ask) {
     if (work.live) return true;
     if (work.last || !any_again(schedule.smem)) return false;
     ask();

@@ -24,14 +24,16 @@ enum RowOrder {
 // sum of rounded probabilities, so that a row that sees one has its V: dP - D of such a row would be up to 2^-9 of dP,
 // where it is 0. With kExact a reference is the maximum itself: the largest probability is 1, which no rounding
 // changes.
-template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, RowOrder kMaskedRowOrder, int kMultiplyAddEighths, bool kShift = false,
-          bool kBounded = false, int kReference = 0, bool kExact = false>
+template <int kTiles, bool kLazyRescale, RowOrder kRowOrder, RowOrder kMaskedRowOrder, int kMultiplyAddEighths,
+          bool kShift = false, bool kBounded = false, int kReference = 0, bool kExact = false>
 struct RowSoftmax {
-    float m[2];       // reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score
+    // Reference maximum, unscaled (with kShift, in units of log2); -inf before the first visible score.
+    float m[2];
     float l[2];       // this thread's part of the sum
     float rounded[2]; // with kBounded, the sum of rounded probabilities of rows that see few keys, over the quad; or 0
     float factor[2];  // what the last advance() asks to multiply O with
-    float shift[2];   // with kShift, what is to be added to the scores at hand in units of log2, another for each thread
+    // With kShift, what is to be added to the scores at hand in units of log2, another for each thread.
+    float shift[2];
     bool shift_may_rise = false;  // in the blocks that follow, which are of earlier keys
 
     // How far the maximum may grow, in units of log2, before sums are brought to the new reference, where rescaling is
@@ -67,7 +69,8 @@ struct RowSoftmax {
     }
 
     // The largest of x and this thread's scores of row h and, with kByBits, zero.
-    template <bool kByBits> static __device__ __forceinline__ float largest(float x, const float (&s)[kTiles * 4], int h) {
+    template <bool kByBits>
+    static __device__ __forceinline__ float largest(float x, const float (&s)[kTiles * 4], int h) {
         if (kByBits) {
             int bits = max_of(__float_as_int(x), 0);
 #pragma unroll
@@ -87,7 +90,8 @@ struct RowSoftmax {
 
     // Moves the references to the maxima of these scores or, `from_zero`, to zero where those are less; without a
     // branch.
-    template <typename FromZero> __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c, FromZero from_zero) {
+    template <typename FromZero>
+    __device__ __forceinline__ void advance(const float (&s)[kTiles * 4], float c, FromZero from_zero) {
         if (kBounded) return;
         constexpr bool kByBits = kFromZero && kIsTrue<FromZero>;
         constexpr RowOrder kOrder = kIsFalse<FromZero> ? kMaskedRowOrder : kRowOrder;
@@ -104,7 +108,8 @@ struct RowSoftmax {
             to[h] = kShift ? fmaxf(m[h], quad_max(fmaf(x, c, shift[h]))) : quad_max(x);
         }
         // Lazily: all rows of the warp move, or none.
-        const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * unit(c) > kSlack || (to[1] - m[1]) * unit(c) > kSlack);
+        const bool stay = kLazyRescale && !__any_sync(0xffffffff, (to[0] - m[0]) * unit(c) > kSlack ||
+                                                                  (to[1] - m[1]) * unit(c) > kSlack);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (stay) to[h] = m[h];
@@ -169,7 +174,9 @@ struct RowSoftmax {
             l[h] = quad_sum(l[h]);
             r.empty[h] = l[h] == 0.0f;
             r.inverse[h] = l[h] == 0.0f ? 0.0f : reciprocal_approx(kBounded && rounded[h] > 0.0f ? rounded[h] : l[h]);
-            r.log_sum_exp[h] = l[h] == 0.0f ? -FT_INFINITY : kLn2 * (kBounded ? add_log2(m[h], l[h]) : m[h] * unit(c) + log2_approx(l[h]));
+            r.log_sum_exp[h] =
+                l[h] == 0.0f ? -FT_INFINITY
+                             : kLn2 * (kBounded ? add_log2(m[h], l[h]) : m[h] * unit(c) + log2_approx(l[h]));
             if (is_far(m[h], c)) r.log_sum_exp[h] = far_log_sum_exp(m[h], c, l[h]);
         }
         return r;

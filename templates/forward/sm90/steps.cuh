@@ -5,7 +5,8 @@
 // References of the second ones start from zero (softmax.cuh): the first loop goes on until `is_near_zero` says so,
 // which the threads of a warpgroup agree about.
 template <typename NearZero, typename Step>
-__device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, const NearZero& is_near_zero, const Step& step) {
+__device__ __forceinline__ void walk_steps(const BlockRange& blocks, int n, const NearZero& is_near_zero,
+                                           const Step& step) {
     if (kMaskedLoop) {
         const int full = max_of(blocks.begin, blocks.full_begin);
         const int cut = max_of(blocks.begin, blocks.full_end);

@@ -8,7 +8,8 @@ __device__ __forceinline__ Tile tile_at(const Sm90Args& args, u32 index) {
     const u32 blocks = u32(args.blocks), units = u32(args.forward.batch) * u32(args.unit_heads);
     const u32 leading = u32(args.leading) * blocks;
     const bool leads = index < leading;
-    const u32 section = leads ? u32(args.unit_heads) / u32(args.forward.kv_heads) : u32(args.section), whole = section * blocks;
+    const u32 section = leads ? u32(args.unit_heads) / u32(args.forward.kv_heads) : u32(args.section),
+              whole = section * blocks;
     const u32 at = index - (leads ? 0 : leading);
     const u32 first = at / whole * section + (leads ? 0 : u32(args.leading)), in_section = at % whole;
     const u32 together = min_of(section, units - first);

@@ -42,7 +42,8 @@ struct OutputRows {
                 store_lse(args, tile, at, rows.log_sum_exp[h]);
             }
 #pragma unroll
-            for (int j = 0; j < kColumnsV / 8; j++) o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
+            for (int j = 0; j < kColumnsV / 8; j++)
+                o[4 * j + 2 * h] *= rows.inverse[h], o[4 * j + 2 * h + 1] *= rows.inverse[h];
             // Scores that a program makes -inf have no part in O, and a NaN of V would have.
             if (kMarkEmpty && rows.empty[h]) {
                 float sum = 0.0f;
@@ -101,14 +102,17 @@ struct OutputRows {
                 return seen;
             };
 #else
-            const auto visible = [&](int key) { return program_visible(program_head(args, FT_SIZES(args, tile), tile), position, key); };
+            const auto visible = [&](int key) {
+                return program_visible(program_head(args, FT_SIZES(args, tile), tile), position, key);
+            };
 #endif
             float add = 0.0f;
             const auto element = [&](int key) {
                 const Element* const v = values.at(key);
                 return v == nullptr ? 0.0f : to_float(v[column]);
             };
-            add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(FT_SIZES(args, tile), element, position, blocks, visible);
+            add = sum_of_non_finite<kBlockKV, kMaskLeft, kMaskRight>(FT_SIZES(args, tile), element, position, blocks,
+                                                                     visible);
 #if FT_DROPOUT
             if (is_dropped) add = __int_as_float(0x7fc00000);
 #endif

@@ -65,7 +65,8 @@ struct Layout {
     static constexpr int kBytesWork = round_up(int(sizeof(WorkTile)) + 44, 16);  // of Work
     static constexpr int kBytesSlot = kBytesWork + (kTrim ? kConsumers * 16 : 0);
     static constexpr int kFirst = kWork + 2 * kBytesSlot;    // a slot of the first tile
-    static constexpr int kKept = kFirst + kBytesSlot;        // per ring slot (recompute.cuh): its tile, and which piece it is
+    // Per ring slot (recompute.cuh): its tile, and which piece it is.
+    static constexpr int kKept = kFirst + kBytesSlot;
     static constexpr int kBytesKept = round_up(int(sizeof(WorkTile)), 16) + 16;
     static constexpr int kBarriers = kKept + 4 * kBytesKept;
     static constexpr int kFullWork = kBarriers;              // per slot: it holds the next tile

@@ -15,7 +15,9 @@ struct RowMasks {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     // The first of this thread's two rows, in a tile; the other one is 8 rows further.
-    __device__ __forceinline__ int first_row() const { return consumer * 64 + threadIdx.x % 128 / 32 * 16 + lane() / 4; }
+    __device__ __forceinline__ int first_row() const {
+        return consumer * 64 + threadIdx.x % 128 / 32 * 16 + lane() / 4;
+    }
 
     // Whether runs are computed where they are wanted.
     static constexpr bool kComputedAgain = kProgramRowsCheap && !kRuns;
@@ -48,12 +50,14 @@ struct RowMasks {
         for (int h = 0; h < 2; h++) {
             // What lies in memory has the window taken in.
             KeyRange live = runs[h];
-            if (!kRuns) live = live_keys<kMaskLeft, kMaskRight>(FT_SIZES(args, tile), (row + h * 8) >> args.group_shift);
+            if (!kRuns)
+                live = live_keys<kMaskLeft, kMaskRight>(FT_SIZES(args, tile), (row + h * 8) >> args.group_shift);
             if (kProgramRows && !kRuns) {
                 const KeyRange run = kComputedAgain ? run_of(tile, row + h * 8) : runs[h];
                 live = KeyRange{max_of(live.first, run.first), min_of(live.last, run.last)};
             }
-            const int end = scores_before(live.last + 1 - column), begin = kLeft ? scores_before(live.first - column) : 0;
+            const int end = scores_before(live.last + 1 - column),
+                      begin = kLeft ? scores_before(live.first - column) : 0;
 #pragma unroll
             for (int word = 0; word < kShareWords; word++) {
                 seen[h][word] = low_bits(end - word * 32);

@@ -8,7 +8,8 @@ __device__ __forceinline__ int place_in_batch(const KernelArgs& args, const Work
 }
 
 // 64 rows of Q from `row` on, one chunk of columns.
-__device__ __forceinline__ void load_rows(u32 to, const KernelArgs& args, u32 full, int chunk, const WorkTile& tile, int row) {
+__device__ __forceinline__ void load_rows(u32 to, const KernelArgs& args, u32 full, int chunk, const WorkTile& tile,
+                                          int row) {
     tma_load(to, args.q, full, kEvictFirst, chunk * kChunkColumns, 0, tile.q_row + (row >> args.group_shift), tile.head,
              place_in_batch(args, tile));
 }
@@ -17,6 +18,7 @@ __device__ __forceinline__ void load_rows(u32 to, const KernelArgs& args, u32 fu
 __device__ __forceinline__ void store_lse(const KernelArgs& args, const WorkTile& tile, int row, float lse) {
     const i64* const stride = args.forward.lse_stride;
     const int head = (tile.head << args.group_shift) + (row & ((1 << args.group_shift) - 1));
-    const i64 at = place_in_batch(args, tile) * stride[0] + head * stride[1] + (tile.q_row + (row >> args.group_shift)) * stride[2];
+    const i64 at = place_in_batch(args, tile) * stride[0] + head * stride[1] +
+                   (tile.q_row + (row >> args.group_shift)) * stride[2];
     args.forward.lse[at] = lse == -FT_INFINITY ? args.forward.lse_empty : lse * args.forward.lse_unit;
 }

@@ -10,7 +10,8 @@ struct Pages {
     const RaggedArgs& args;
     i64 first;  // of the sequence, in the tables
     __device__ __forceinline__ Pages(const RaggedArgs& args, int sequence) : args(args) {
-        const i64 begin = args.pages_begin == nullptr ? 0 : max_of(read_int(args.pages_begin, sequence, args.length_words), 0);
+        const i64 begin =
+            args.pages_begin == nullptr ? 0 : max_of(read_int(args.pages_begin, sequence, args.length_words), 0);
         first = args.pages_begin == nullptr ? i64(sequence) * args.table_stride : begin;
     }
     __device__ __forceinline__ bool exist() const { return args.k_table != nullptr; }
@@ -79,6 +80,7 @@ struct Values {
         const PageOf place = pages.exist() ? page_of(args, key) : PageOf{0, sequence.first + key};
         const int page = pages.exist() ? pages.at(args.v_table, place.page) : sequence.slot;
         if (page < 0) return nullptr;
-        return (const Element*)args.v + page * args.v_stride[0] + place.token * args.v_stride[1] + kv_head * args.v_stride[2];
+        return (const Element*)args.v + page * args.v_stride[0] + place.token * args.v_stride[1] +
+               kv_head * args.v_stride[2];
     }
 };

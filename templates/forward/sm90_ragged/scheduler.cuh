@@ -33,7 +33,8 @@ __device__ __forceinline__ BlockRange visited_blocks(const KernelArgs& args, con
 #if FT_RUNS
     return run_blocks<kBlockKV>(Runs(args).of_tile<kConsumers>(tile), window);
 #else
-    return program_blocks<kBlockKV>(program_head(args, FT_SIZES(args, tile), tile), tile.row, tile.row + tile.rows - 1, window);
+    return program_blocks<kBlockKV>(program_head(args, FT_SIZES(args, tile), tile), tile.row,
+                                    tile.row + tile.rows - 1, window);
 #endif
 }
 
@@ -107,7 +108,8 @@ struct Turn {
     BlockRange own, all;  // as of Work
     int live;
     int place;            // in the ring
-    __device__ __forceinline__ Turn(const Work& work, int place) : own(work.own), all(work.all), live(work.live), place(place) {}
+    __device__ __forceinline__ Turn(const Work& work, int place)
+        : own(work.own), all(work.all), live(work.live), place(place) {}
     __device__ __forceinline__ bool is_piece() const { return kSplits && live > 1; }
 };
 __device__ __forceinline__ WorkTile kept_tile(u32 smem, const Turn& turn) {
@@ -128,7 +130,8 @@ __device__ __forceinline__ Piece kept_piece(u32 smem, const Turn& turn) {
 }
 
 // A tile into its slot and, of a piece, what it is a piece of; by one thread.
-__device__ __forceinline__ void write_slot(const KernelArgs& args, u32 smem, u32 slot, const Work& work, int place, const Piece& piece) {
+__device__ __forceinline__ void write_slot(const KernelArgs& args, u32 smem, u32 slot, const Work& work, int place,
+                                           const Piece& piece) {
     const uint4* words = (const uint4*)&work;
 #pragma unroll
     for (int i = 0; i < Layout::kBytesWork / 16; i++) store_shared_16(slot + i * 16, words[i]);
@@ -216,7 +219,9 @@ struct Schedule {
     __device__ __forceinline__ explicit Schedule(u32 smem) : smem(smem) {}
 
     // The ring slot (recompute.cuh) of the tile that was read last, or of the one `before` it.
-    __device__ __forceinline__ int place(int before) const { return (slots.stage + 2 * slots.parity + kPlaces - before) % kPlaces; }
+    __device__ __forceinline__ int place(int before) const {
+        return (slots.stage + 2 * slots.parity + kPlaces - before) % kPlaces;
+    }
 
     // For a consumer, or for others.
     template <bool kWarp> __device__ __forceinline__ Work next(int consumer = -1) {
@@ -232,7 +237,8 @@ struct Schedule {
 };
 // Whether there is a tile. Where there is none, the first pass may have ended: the first tile of the second then takes
 // its place, for which the role that asks for tiles asks again.
-template <bool kWarp, typename Ask> __device__ __forceinline__ bool has_tile(Schedule& schedule, Work& work, const Ask& ask) {
+template <bool kWarp, typename Ask>
+__device__ __forceinline__ bool has_tile(Schedule& schedule, Work& work, const Ask& ask) {
     if (work.live) return true;
     if (work.last || !any_again(schedule.smem)) return false;
     ask();

@@ -42,7 +42,9 @@ struct TileTable {
     static_assert(kEntries <= kThreads && kEntries == 4 * 32, "a thread for each entry, four of them for each lane");
 
     static __device__ __forceinline__ u32 before_at(u32 smem, int entry) { return Layout::table_at(smem) + entry * 4; }
-    static __device__ __forceinline__ u32 order_at(u32 smem, int entry) { return Layout::table_at(smem) + kOrder + entry * 4; }
+    static __device__ __forceinline__ u32 order_at(u32 smem, int entry) {
+        return Layout::table_at(smem) + kOrder + entry * 4;
+    }
     static __device__ __forceinline__ int cut(u32 smem) { return int(load_shared_4(Layout::table_at(smem) + kCut)); }
 
     // Sequences of an entry.
@@ -180,7 +182,8 @@ __device__ __forceinline__ WorkTile tile_at(const KernelArgs& args, u32 smem, u3
     int b = many == 1 ? int(load_shared_4(TileTable::order_at(smem, entry))) : entry * many;
     Sequence s = sequence_of(args.forward, b);
 #pragma unroll 1
-    for (u32 tiles; many > 1 && b + 1 < args.forward.batch && at >= (tiles = TileTable::tiles_of(args, s)); at -= tiles) {
+    for (u32 tiles; many > 1 && b + 1 < args.forward.batch && at >= (tiles = TileTable::tiles_of(args, s));
+         at -= tiles) {
         s = sequence_of(args.forward, ++b);
     }
     const u32 rows = u32(s.q_len << args.group_shift), blocks = max_of((rows + kBlockQ - 1) / kBlockQ, 1u);

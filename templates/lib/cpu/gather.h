@@ -1,10 +1,10 @@
 /* gather.h: f32's sums over very many keys.
  *
- * A sum of n terms that are alike is off by up to n / 4 units, since each addition within a power of two rounds the same
- * way: 1.1e-4 of O after a million keys of one V, in blocks of 128. So where the keys of a tile are many, a panel's
- * sums start anew every SPAN keys, and what they were is added to sums of two floats, of which the second has what the first
- * one's additions round off; and products are summed over fewer keys at a time. That is 7e-7. Elements of 16 bits round
- * far more than that. */
+ * A sum of n terms that are alike is off by up to n / 4 units, since each addition within a power of two rounds the
+ * same way: 1.1e-4 of O after a million keys of one V, in blocks of 128. So where the keys of a tile are many, a
+ * panel's sums start anew every SPAN keys, and what they were is added to sums of two floats, of which the second has
+ * what the first one's additions round off; and products are summed over fewer keys at a time. That is 7e-7. Elements
+ * of 16 bits round far more than that. */
 
 #define GATHERS (DTYPE == DTYPE_f32)
 #define LONG 32768   /* keys of a tile from which on it is done: below, the sums are off by 4e-6 at most */

@@ -62,15 +62,16 @@ PROGRAM_FUNCTION void program_rows(const ProgramHead *head, int64_t query, Progr
     PROGRAM_HEAD;
 @{ mask_uniform }@@{ score_uniform }@@{ sink_uniform }@    for (int lane = 0; lane < PANEL; lane++) {
         PROGRAM_QUERY(lane);
-@{ mask_row }@@{ score_row }@@{ sink_row }@@{ mask_row_save }@@{ score_row_save }@        rows->sink[lane] = @{ sink_result }@;
+@{ mask_row }@@{ score_row }@@{ sink_row }@@{ mask_row_save }@@{ score_row_save }@
+        rows->sink[lane] = @{ sink_result }@;
     }
 }
 
 /* Whether any query of a panel (`vectors` vectors from `lane` on) attends to any of the keys [begin, end), looked at
  * score by score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such
  * a query. */
-PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane, int64_t begin,
-                   int64_t end, const int vectors) {
+PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int64_t query, int lane,
+                             int64_t begin, int64_t end, const int vectors) {
     PROGRAM_HEAD;
     (void)rows, (void)lane;
     if (!PROGRAM_ANYWHERE) return 1;

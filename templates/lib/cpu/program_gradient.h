@@ -1,6 +1,7 @@
 /* program_gradient.h: the score program of a backward kernel: what it masks, what it makes of the scores, and the
  * derivative of that by the score. Its statements are generated; they come by what they change with, so that each is
- * computed no more often than it has to be: once for a head, for a query (kept in ProgramRows), for a key, for a score. */
+ * computed no more often than it has to be: once for a head, for a query (kept in ProgramRows), for a key, for a
+ * score. */
 
 /* Where the scores of a tile are. */
 typedef struct {
@@ -64,7 +65,8 @@ PROGRAM_FUNCTION void program_gradients(float *restrict s, float *restrict slope
 @{ mask_uniform }@@{ gradient_uniform }@    for (int j = 0; j < n; j++) {
         const int32_t kv = (int32_t)(key + j);
         (void)kv;
-@{ mask_column }@@{ gradient_column }@        float *restrict at = s + j * PANEL, *restrict slope_at = slope + j * PANEL;
+@{ mask_column }@@{ gradient_column }@        float *restrict at = s + j * PANEL,
+              *restrict slope_at = slope + j * PANEL;
 #if defined(__clang__)
 #pragma clang loop vectorize(enable)
 #else

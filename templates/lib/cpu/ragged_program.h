@@ -77,8 +77,8 @@ PROGRAM_FUNCTION int program_tile(const ProgramHead *head, int64_t query, int64_
 /* Whether any of `count` rows of a panel, from `lane` on, attends to any of the keys [begin, end), looked at score by
  * score until one does. Only for masks that may leave out any block: of others a tile of neither kind has such a row.
  * */
-PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int lane, int count, int64_t begin,
-                             int64_t end) {
+PROGRAM_FUNCTION int attends(const ProgramHead *head, const ProgramRows *restrict rows, int lane, int count,
+                             int64_t begin, int64_t end) {
     PROGRAM_HEAD;
     if (!PROGRAM_ANYWHERE) return 1;
     for (int64_t key = begin; key < end; key++) {
@@ -104,7 +104,9 @@ PROGRAM_FUNCTION void program_rows(const ProgramHead *head, int64_t row, int64_t
         rows->query[lane] = (int32_t)(at / head->group);
         rows->head[lane] = (int32_t)(h_kv * head->group + at % head->group);
         PROGRAM_ROW(lane);
-@{ mask_uniform }@@{ score_uniform }@@{ sink_uniform }@@{ mask_row }@@{ score_row }@@{ sink_row }@@{ mask_row_save }@@{ score_row_save }@        rows->sink[lane] = @{ sink_result }@;
+@{ mask_uniform }@@{ score_uniform }@@{ sink_uniform }@
+@{ mask_row }@@{ score_row }@@{ sink_row }@@{ mask_row_save }@@{ score_row_save }@
+        rows->sink[lane] = @{ sink_result }@;
     }
 }
 
@@ -124,7 +126,8 @@ PROGRAM_INLINE void program_scores(float *restrict s, int n, const ProgramHead *
 #endif
         for (int x = 0; x < vectors * LANES; x++) {
             PROGRAM_ROW(lane + x);
-@{ mask_uniform }@@{ score_uniform }@@{ mask_column }@@{ score_column }@@{ mask_row_load }@@{ score_row_load }@            const float score = PROGRAM_SCORE ? at[x] * scale : at[x];
+@{ mask_uniform }@@{ score_uniform }@@{ mask_column }@@{ score_column }@@{ mask_row_load }@@{ score_row_load }@
+            const float score = PROGRAM_SCORE ? at[x] * scale : at[x];
 @{ mask_element }@@{ score_element }@            const float changed = @{ score_result }@;
             at[x] = masked && !(@{ mask_result }@) ? -INF : changed;
         }

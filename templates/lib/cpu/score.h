@@ -112,8 +112,8 @@ FT_INLINE float ft_tanhf(float x) {
     return x != x ? x : result;
 }
 
-/* e^x within 3 ulp, denormal results, infinities and NaN included: what is left of x beside a multiple of ln 2, taken off
- * in two steps, as a power of 2. */
+/* e^x within 3 ulp, denormal results, infinities and NaN included: what is left of x beside a multiple of ln 2, taken
+ * off in two steps, as a power of 2. */
 FT_INLINE float ft_expf(float x) {
     float y = x < 104 ? x : 104;
     y = y > -110 ? y : -110;

@@ -15,7 +15,8 @@ template <> __device__ __forceinline__ u32 add_zero_times<bf16>(u32 sum, u32 x) 
 
 // Whether a part of a tile in shared memory, every kThreads-th 16 bytes from `from` on, holds a non-finite element. The
 // product with a masked block waits for this: one instruction for two elements.
-template <typename Element, int kBytes, int kThreads, int kUnroll> __device__ __forceinline__ bool any_non_finite(u32 from) {
+template <typename Element, int kBytes, int kThreads, int kUnroll>
+__device__ __forceinline__ bool any_non_finite(u32 from) {
     static_assert(kBytes % (kThreads * 16) == 0, "whole rounds");
     u32 sums[4] = {};
 #pragma unroll kUnroll

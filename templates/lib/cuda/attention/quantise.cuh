@@ -3,7 +3,8 @@
 
 // A magnitude in the 7 lower bits of an 8-bit float. Adding 2^(23 - kSubnormal) makes the float adder round at the
 // last place of subnormal numbers, 2^-kSubnormal; others are rounded in their integer.
-template <int kBias, int kMantissa, int kSubnormal> __device__ __forceinline__ u32 narrow_magnitude(float x, float largest) {
+template <int kBias, int kMantissa, int kSubnormal>
+__device__ __forceinline__ u32 narrow_magnitude(float x, float largest) {
     const u32 bits = __float_as_uint(x) & 0x7fffffff;
     if (bits > 0x7f800000) return 0x7f;
     const float magnitude = min_of(__uint_as_float(bits), largest);

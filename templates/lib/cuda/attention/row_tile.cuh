@@ -74,7 +74,8 @@ template <int kHeadDim, bool kPadRows> struct RowTile {
 
     // Calls f(shared-memory address) for every chunk that this very thread copied: between its own wait and the next
     // barrier a thread may change what it copied, and everyone sees the change.
-    template <int kRows, int kThreads, typename F> static __device__ __forceinline__ void each_own_chunk(u32 tile, F f) {
+    template <int kRows, int kThreads, typename F>
+    static __device__ __forceinline__ void each_own_chunk(u32 tile, F f) {
         using S = Share<kThreads>;
         const int chunk0 = threadIdx.x % S::kAcross, row0 = threadIdx.x / S::kAcross;
 #pragma unroll 2

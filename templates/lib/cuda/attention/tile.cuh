@@ -32,9 +32,9 @@ __device__ __forceinline__ Tile decode_tile(const Args& args, u32 index) {
     return t;
 }
 
-// Keys [first, last] that a query row attends to, by a call's lengths and windows; first > last when there are none. Queries and keys are aligned at
-// their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits hold what is below; rows may
-// lie past the last.
+// Keys [first, last] that a query row attends to, by a call's lengths and windows; first > last when there are none.
+// Queries and keys are aligned at their ends (bottom right). Lengths are 2^30 at most and windows less, so that 32 bits
+// hold what is below; rows may lie past the last.
 struct KeyRange {
     int first, last;
 };

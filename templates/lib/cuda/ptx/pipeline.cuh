@@ -15,7 +15,8 @@ template <int kStages> struct Ring {
 // stage is as many buffers with barriers of their own. kFull, kEmpty and kBuffers are offsets in shared memory, of 8
 // and of kBytes bytes per buffer. A position does not hold the address of shared memory: where it did, quick kernels
 // came out of NVRTC with registers in another order.
-template <int kStages, int kFull, int kEmpty, int kBuffers, int kBytes, int kParts = 1> struct Pipeline : Ring<kStages> {
+template <int kStages, int kFull, int kEmpty, int kBuffers, int kBytes, int kParts = 1>
+struct Pipeline : Ring<kStages> {
     // By number, counted over stages and parts.
     static __device__ __forceinline__ u32 full_at(u32 smem, int at) { return smem + kFull + at * 8; }
     static __device__ __forceinline__ u32 empty_at(u32 smem, int at) { return smem + kEmpty + at * 8; }
@@ -32,11 +33,19 @@ template <int kStages, int kFull, int kEmpty, int kBuffers, int kBytes, int kPar
     __device__ __forceinline__ u32 empty(u32 smem, int part = 0) const { return empty_at(smem, at(part)); }
     __device__ __forceinline__ u32 buffer(u32 smem, int part = 0) const { return buffer_at(smem, at(part)); }
 
-    __device__ __forceinline__ void acquire(u32 smem, int part = 0) const { mbarrier_wait(empty(smem, part), this->parity ^ 1); }
-    __device__ __forceinline__ void expect(u32 smem, u32 bytes, int part = 0) const { mbarrier_arrive_expect(full(smem, part), bytes); }
+    __device__ __forceinline__ void acquire(u32 smem, int part = 0) const {
+        mbarrier_wait(empty(smem, part), this->parity ^ 1);
+    }
+    __device__ __forceinline__ void expect(u32 smem, u32 bytes, int part = 0) const {
+        mbarrier_arrive_expect(full(smem, part), bytes);
+    }
     __device__ __forceinline__ void commit(u32 smem, int part = 0) const { mbarrier_arrive(full(smem, part)); }
 
-    __device__ __forceinline__ bool is_full(u32 smem, int part = 0) const { return mbarrier_test(full(smem, part), this->parity); }
-    __device__ __forceinline__ void wait(u32 smem, int part = 0) const { mbarrier_wait(full(smem, part), this->parity); }
+    __device__ __forceinline__ bool is_full(u32 smem, int part = 0) const {
+        return mbarrier_test(full(smem, part), this->parity);
+    }
+    __device__ __forceinline__ void wait(u32 smem, int part = 0) const {
+        mbarrier_wait(full(smem, part), this->parity);
+    }
     __device__ __forceinline__ void release(u32 smem, int part = 0) const { mbarrier_arrive(empty(smem, part)); }
 };

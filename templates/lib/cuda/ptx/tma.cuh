@@ -19,8 +19,8 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barri
         " [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(to), "l"(&map), "r"(barrier), "l"(cache_hint), "r"(column),
         "r"(row), "r"(head), "r"(batch) : "memory");
 }
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 cache_hint, int column, int member,
-                                         int row, int head, int batch) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 cache_hint, int column,
+                                         int member, int row, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(to), "l"(&map), "r"(barrier), "l"(cache_hint), "r"(column),

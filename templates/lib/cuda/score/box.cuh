@@ -29,7 +29,8 @@ __device__ __forceinline__ void join_bools(Extremes<bool>& found, uint4 bools) {
 
 // `unknown` of an empty box, and of one that is too large. Indices beyond an axis read the nearest element.
 template <typename Element, int kAxes, typename T>
-__device__ __forceinline__ Extremes<T> look_at_box(const Element* data, const BoxAxis (&axes)[kAxes], Extremes<T> unknown) {
+__device__ __forceinline__ Extremes<T> look_at_box(const Element* data, const BoxAxis (&axes)[kAxes],
+                                                   Extremes<T> unknown) {
     const int lane = threadIdx.x % 32;
     int extent[kAxes];
     i64 count = 1;
@@ -74,7 +75,8 @@ __device__ __forceinline__ Extremes<T> look_at_box(const Element* data, const Bo
     } else {
 #pragma unroll
         for (int apart = 16; apart > 0; apart /= 2) {
-            found.join(__shfl_xor_sync(0xffffffff, found.least, apart), __shfl_xor_sync(0xffffffff, found.greatest, apart));
+            found.join(__shfl_xor_sync(0xffffffff, found.least, apart),
+                       __shfl_xor_sync(0xffffffff, found.greatest, apart));
         }
         return found;
     }

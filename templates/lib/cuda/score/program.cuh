@@ -98,7 +98,8 @@ __device__ __forceinline__ ProgramHead program_head(const WithSide<Base>& args, 
 
 // Whether no query of a tile attends to any of its keys (-1), every one to all of them (1), or neither is known (0).
 // Rows and keys are given by the first and the last.
-__device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first, int q_last, int kv_first, int kv_last) {
+__device__ __forceinline__ int program_tile(const ProgramHead& head, int q_first, int q_last, int kv_first,
+                                            int kv_last) {
     FT_PROGRAM_HEAD;
     (void)q_first, (void)q_last, (void)kv_first, (void)kv_last;
 @{ tile_code }@    return @{ tile_masked }@ ? -1 : @{ tile_visible }@ ? 1 : 0;
@@ -111,7 +112,8 @@ __device__ __forceinline__ KeyRange program_row(const ProgramHead& head, int q, 
     FT_PROGRAM_HEAD;
     (void)q, (void)within;
 @{ rows_code }@    i64 begin = @{ rows_begin }@, end = @{ rows_end }@;
-@{ rows_searches }@    return KeyRange{int(min_of<i64>(max_of<i64>(begin, 0), kv_len)), int(max_of<i64>(min_of<i64>(end, kv_len), 0)) - 1};
+@{ rows_searches }@    return KeyRange{int(min_of<i64>(max_of<i64>(begin, 0), kv_len)),
+                    int(max_of<i64>(min_of<i64>(end, kv_len), 0)) - 1};
 }
 
 // The keys that a run of queries can attend to at most.
@@ -156,7 +158,8 @@ __device__ __forceinline__ MaskRow mask_row(const ProgramHead& head, const MaskK
 @{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row }@    return MaskRow{@{ mask_row_names }@};
 }
 // `scale` takes scores to natural units.
-__device__ __forceinline__ ScoreRow score_row(const ProgramHead& head, const ScoreKept& kept, int q, int kv_first, float scale) {
+__device__ __forceinline__ ScoreRow score_row(const ProgramHead& head, const ScoreKept& kept, int q, int kv_first,
+                                              float scale) {
     FT_PROGRAM_HEAD;
     (void)kept, (void)q, (void)kv_first, (void)scale;
 @{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row }@    return ScoreRow{@{ score_row_names }@};
@@ -168,7 +171,8 @@ __device__ __forceinline__ bool mask_element(const ProgramHead& head, const Mask
     FT_PROGRAM_HEAD;
     const int kv = kv_first + offset;
     (void)kept, (void)row, (void)q, (void)kv;
-@{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row_load }@@{ mask_column }@@{ mask_element }@    return @{ mask_result }@;
+@{ mask_inputs }@@{ mask_head_load }@@{ mask_cheap }@@{ mask_row_load }@@{ mask_column }@@{ mask_element }@
+    return @{ mask_result }@;
 }
 // Whether what is read along the keys lies side by side, so that kPaired holds.
 __device__ __forceinline__ bool score_paired(const ProgramHead& head, const ScoreRow& row) {
@@ -204,29 +208,39 @@ __device__ __forceinline__ BiasAt program_bias(const ProgramHead& head, int nth)
     (void)nth;
 @{ bias_code }@    return {};
 }
-#define FT_ALONG_KEYS                                                                                                    \
-    const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) { return along.bf16(p, at, stride, nth); }; \
-    const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) { return along.f16(p, at, stride, nth); };   \
-    const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) { return along.f32(p, at, stride, nth); }; \
+#define FT_ALONG_KEYS                                                               \
+    const auto ft_along_bf16 = [&](const u16* p, int at, i64 stride, int nth) {     \
+        return along.bf16(p, at, stride, nth);                                      \
+    };                                                                              \
+    const auto ft_along_f16 = [&](const u16* p, int at, i64 stride, int nth) {      \
+        return along.f16(p, at, stride, nth);                                       \
+    };                                                                              \
+    const auto ft_along_f32 = [&](const float* p, int at, i64 stride, int nth) {    \
+        return along.f32(p, at, stride, nth);                                       \
+    };                                                                              \
     (void)ft_along_bf16, (void)ft_along_f16, (void)ft_along_f32
 
 // What becomes of the score raw * scale. With kSmall no tanh is taken of more than kSmallTanh. `along` reads along the
 // keys.
 template <bool kSmall = false, typename Along = AlongKeys<false>>
-__device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
-                                               int kv_first, int offset, float raw, float scale, const Along& along = {}) {
+__device__ __forceinline__ float score_element(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row,
+                                               int q, int kv_first, int offset, float raw, float scale,
+                                               const Along& along = {}) {
     FT_PROGRAM_HEAD;
     const int kv = kv_first + offset;
     const float score = raw * scale;
     const auto ft_tanhf = [](float x) { return kSmall ? ft_small_tanhf(x) : ::ft_tanhf(x); };
-    const auto ft_capf = [](float x, float cap, float factor, const CapSeries& s) { return ft_cap<kSmall>(x, cap, factor, s); };
+    const auto ft_capf = [](float x, float cap, float factor, const CapSeries& s) {
+        return ft_cap<kSmall>(x, cap, factor, s);
+    };
     FT_ALONG_KEYS;
     (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_tanhf, (void)ft_capf;
-@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_result }@;
+@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@
+    return @{ score_result }@;
 }
 // The largest magnitude that it takes a tanh of.
-__device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, int q,
-                                                    int kv_first, int offset, float raw, float scale) {
+__device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row,
+                                                    int q, int kv_first, int offset, float raw, float scale) {
     FT_PROGRAM_HEAD;
     const int kv = kv_first + offset;
     const float score = raw * scale;
@@ -234,7 +248,8 @@ __device__ __forceinline__ float score_tanh_largest(const ProgramHead& head, con
     const AlongKeys<false> along;
     FT_ALONG_KEYS;
     (void)kept, (void)row, (void)q, (void)kv, (void)score, (void)ft_capf;
-@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@    return @{ score_tanh_largest }@;
+@{ score_inputs }@@{ score_head_load }@@{ score_cheap }@@{ score_row_load }@@{ score_column }@@{ score_element }@
+    return @{ score_tanh_largest }@;
 }
 // What is added to the scores of a row: factor * offset + base.
 struct ScoreShift {
@@ -246,7 +261,8 @@ __device__ __forceinline__ ScoreShift score_shift(const ScoreRow& row) {
 }
 
 // The cap of a program that caps the score, and what the score is multiplied by before the tanh.
-__device__ __forceinline__ ScoreCap score_cap(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row, float scale) {
+__device__ __forceinline__ ScoreCap score_cap(const ProgramHead& head, const ScoreKept& kept, const ScoreRow& row,
+                                              float scale) {
     FT_PROGRAM_HEAD;
     (void)kept, (void)row, (void)scale;
 @{ score_inputs }@@{ score_head_load }@@{ score_row_load }@    return ScoreCap{@{ score_cap }@, @{ score_cap_factor }@};
@@ -271,8 +287,8 @@ __device__ __forceinline__ bool program_visible(const ProgramHead& head, int q, 
 // What the scores of a thread's two rows read along the keys, ahead of its use.
 template <int kTiles> using ScoresAhead = ReadAhead<kScoreReads, kTiles>[2];
 template <int kTiles>
-__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>& ahead, const ProgramHead& head, const ProgramKept& kept,
-                                                   int q, int kv_first, float scale) {
+__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>& ahead, const ProgramHead& head,
+                                                   const ProgramKept& kept, int q, int kv_first, float scale) {
     const int last = head.kv_len - 1 - kv_first;
     const ScoreRow rows[2] = {score_row(head, kept.score, min_of(q, head.q_len - 1), kv_first, scale),
                               score_row(head, kept.score, min_of(q + 8, head.q_len - 1), kv_first, scale)};
@@ -296,7 +312,8 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
     if (!kProgramScore && !kElementMask) return;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
-    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
+    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first),
+                              mask_row(head, kept.mask, rows[1], kv_first)};
     const ScoreRow scores[2] = {score_row(head, kept.score, rows[0], kv_first, scale),
                                 score_row(head, kept.score, rows[1], kv_first, scale)};
     // each(score, row, offset) for all of them.
@@ -315,7 +332,8 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
         constexpr bool kSmall = decltype(small)::value;
         over_all([&](float& s, int i, int offset, int place) {
             if (kProgramScore) {
-                s = score_element<kSmall>(head, kept.score, scores[i], rows[i], kv_first, offset, s, scale, along[i].at(place));
+                s = score_element<kSmall>(head, kept.score, scores[i], rows[i], kv_first, offset, s,
+                                          scale, along[i].at(place));
             }
             if (kElementMask) s = mask_element(head, kept.mask, masks[i], rows[i], kv_first, offset) ? s : -FT_INFINITY;
         });
@@ -357,8 +375,8 @@ __device__ __forceinline__ void program_scores(const At& at, const ProgramHead& 
 // What a program adds to the scores, before there are any: to the same places, times `unit`, which takes it to units of
 // the raw score.
 template <bool kMasked, int kTiles, typename At>
-__device__ __forceinline__ void program_sums(const At& at, const ProgramHead& head, const ProgramKept& kept, int q, int kv_first,
-                                             float unit, const ScoresAhead<kTiles>& ahead) {
+__device__ __forceinline__ void program_sums(const At& at, const ProgramHead& head, const ProgramKept& kept, int q,
+                                             int kv_first, float unit, const ScoresAhead<kTiles>& ahead) {
     const int last = head.kv_len - 1 - kv_first;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -371,7 +389,8 @@ __device__ __forceinline__ void program_sums(const At& at, const ProgramHead& he
                 const int offset = kMasked ? min_of(8 * j + e, last) : 8 * j + e;
                 // The neutral element of sums: what is left is what is added.
                 float& sum = at(j, 2 * i + e);
-                sum = score_element(head, kept.score, score, row, kv_first, offset, -0.0f, 1.0f, ahead[i].at(8 * j + e));
+                sum = score_element(head, kept.score, score, row, kv_first, offset, -0.0f, 1.0f,
+                                    ahead[i].at(8 * j + e));
                 // Towards zero: what is finite stays so in other units.
                 sum = kProgramFar ? __fmul_rz(sum, unit) : sum * unit;
             }
@@ -385,8 +404,8 @@ __device__ __forceinline__ void program_sums(const At& at, const ProgramHead& he
 // as ALiBi's does at the diagonal, and is rounded as large as it is: so it is the key in the middle, or in blocks that
 // rows see a part of the one where the sum vanishes.
 template <int kTiles, typename Masked>
-__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, const ProgramKept& kept, int q, int kv_first, float scale,
-                                                    Masked masked, float (&shift)[2]) {
+__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, const ProgramKept& kept, int q,
+                                                    int kv_first, float scale, Masked masked, float (&shift)[2]) {
     const float c = scale * kLog2E, inverse = reciprocal_approx(c);  // as the softmax takes scores to units of log2
     ScoreRamps ramps;
     ramps.falls = true;
@@ -413,8 +432,8 @@ __device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead& head, con
 }
 // Then, in units of the raw score, the rest.
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
-__device__ __forceinline__ void program_ramped(const At& at, const ProgramHead& head, const ProgramKept& kept, const ScoreRamps& ramps,
-                                               int q, int kv_first) {
+__device__ __forceinline__ void program_ramped(const At& at, const ProgramHead& head, const ProgramKept& kept,
+                                               const ScoreRamps& ramps, int q, int kv_first) {
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
     const int last = head.kv_len - 1 - kv_first;
 #pragma unroll
@@ -442,11 +461,13 @@ __device__ __forceinline__ ScoreCap program_cap(const ProgramHead& head, const P
 // branches, so that what it does runs beside the polynomial.
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
 __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& head, const ProgramKept& kept,
-                                               const ScoreCap& by, int q, int kv_first, float reference, const Take& take) {
+                                               const ScoreCap& by, int q, int kv_first, float reference,
+                                               const Take& take) {
     constexpr bool kElementMask = kMasked && kProgramMask && kMask;
     const float cap = by.cap * kLog2E, factor = by.factor;
     const int rows[2] = {min_of(q, head.q_len - 1), min_of(q + 8, head.q_len - 1)}, last = head.kv_len - 1 - kv_first;
-    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first), mask_row(head, kept.mask, rows[1], kv_first)};
+    const MaskRow masks[2] = {mask_row(head, kept.mask, rows[0], kv_first),
+                              mask_row(head, kept.mask, rows[1], kv_first)};
     const auto change = [&](auto capped) {
 #pragma unroll
         for (int j = 0; j < kTiles; j++) {
@@ -455,7 +476,8 @@ __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& 
                 float& s = at(j, e);
                 s = capped(s);
                 const int offset = kMasked ? min_of(8 * j + e % 2, last) : 8 * j + e % 2;
-                if (kElementMask) s = mask_element(head, kept.mask, masks[e / 2], rows[e / 2], kv_first, offset) ? s : -FT_INFINITY;
+                if (kElementMask)
+                    s = mask_element(head, kept.mask, masks[e / 2], rows[e / 2], kv_first, offset) ? s : -FT_INFINITY;
                 take(s, e / 2);
             }
         }
@@ -474,7 +496,8 @@ __device__ __forceinline__ void program_capped(const At& at, const ProgramHead& 
     } else {
         change([&](float s) {
             const float square = s * s;
-            return fmaf(s, fmaf(fmaf(fmaf(series.d, square, series.c), square, series.b), square, series.a), -reference);
+            return fmaf(s, fmaf(fmaf(fmaf(series.d, square, series.c), square, series.b), square, series.a),
+                        -reference);
         });
     }
 }
@@ -507,19 +530,25 @@ struct NothingAhead {
 };
 template <int kTiles> using ScoresAhead = NothingAhead[2];
 template <int kTiles>
-__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const ProgramHead&, const ProgramKept&, int, int, float) {}
+__device__ __forceinline__ void program_read_ahead(ScoresAhead<kTiles>&, const ProgramHead&, const ProgramKept&,
+                                                   int, int, float) {}
 template <bool kMasked, int kTiles, bool kMask = true, bool kAhead = false, typename At>
 __device__ __forceinline__ void program_scores(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
                                                const ScoresAhead<kTiles>* = nullptr) {}
 template <bool kMasked, int kTiles, typename At>
-__device__ __forceinline__ void program_sums(const At&, const ProgramHead&, const ProgramKept&, int, int, float, const ScoresAhead<kTiles>&) {}
+__device__ __forceinline__ void program_sums(const At&, const ProgramHead&, const ProgramKept&, int, int, float,
+                                             const ScoresAhead<kTiles>&) {}
 template <int kTiles, typename Masked>
-__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, Masked, float (&)[2]) { return {}; }
+__device__ __forceinline__ ScoreRamps program_ramps(const ProgramHead&, const ProgramKept&, int, int, float, Masked,
+                                                    float (&)[2]) {
+    return {};
+}
 template <bool kMasked, int kTiles, bool kMask = true, typename At>
-__device__ __forceinline__ void program_ramped(const At&, const ProgramHead&, const ProgramKept&, const ScoreRamps&, int, int) {}
+__device__ __forceinline__ void program_ramped(const At&, const ProgramHead&, const ProgramKept&, const ScoreRamps&,
+                                               int, int) {}
 __device__ __forceinline__ ScoreCap program_cap(const ProgramHead&, const ProgramKept&, float) { return {}; }
 template <bool kMasked, int kTiles, bool kMask = true, typename At, typename Take>
-__device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, const ScoreCap&, int, int, float,
-                                               const Take&) {}
+__device__ __forceinline__ void program_capped(const At&, const ProgramHead&, const ProgramKept&, const ScoreCap&,
+                                               int, int, float, const Take&) {}
 
 #endif

@@ -12,7 +12,8 @@ __device__ __forceinline__ RunEnds run_ends(const ProgramHead& head, int q_first
         return {of(row.first), of(row.last + 1)};
     }
     if (kProgramSorted) {
-        const KeyRange top = program_row<false>(head, q_first, anywhere), bottom = program_row<false>(head, q_last, anywhere);
+        const KeyRange top = program_row<false>(head, q_first, anywhere),
+                       bottom = program_row<false>(head, q_last, anywhere);
         return {{top.first, bottom.first}, {top.last + 1, bottom.last + 1}};
     }
     RunEnds ends = {{head.kv_len, 0}, {head.kv_len, 0}};
@@ -73,7 +74,8 @@ __device__ __forceinline__ BlockRange mixed_blocks(const ProgramHead& head, int 
 }
 
 template <int kBlockKV>
-__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last, const BlockRange& b) {
+__device__ __forceinline__ BlockRange program_blocks(const ProgramHead& head, int q_first, int q_last,
+                                                     const BlockRange& b) {
     if (!kProgramRows) return mixed_blocks<kBlockKV>(head, q_first, q_last, b);
     return run_blocks<kBlockKV>(run_ends(head, q_first, q_last), b);
 }

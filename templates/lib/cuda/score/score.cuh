@@ -83,7 +83,8 @@ template <int kReads, int kTiles> struct ReadAhead {
             if (kPaired) {
                 pairs[nth][j] = *(const u32*)(first + 8 * j);
             } else {
-                pairs[nth][j] = first[min_of(8 * j, last) * stride] | u32(first[min_of(8 * j + 1, last) * stride]) << 16;
+                pairs[nth][j] = first[min_of(8 * j, last) * stride] |
+                                u32(first[min_of(8 * j + 1, last) * stride]) << 16;
             }
         }
     }
@@ -99,7 +100,9 @@ template <int kReads, int kTiles> struct ReadAhead {
             const u32 pair = from.pairs[nth][place / 8];
             return ft_from_f16(u16(place & 1 ? pair >> 16 : pair));
         }
-        __device__ __forceinline__ float f32(const float* data, int offset, i64 stride, int) const { return data[offset * stride]; }
+        __device__ __forceinline__ float f32(const float* data, int offset, i64 stride, int) const {
+            return data[offset * stride];
+        }
     };
     __device__ __forceinline__ At at(int place) const { return At{*this, place}; }
 };
@@ -117,8 +120,9 @@ __device__ __forceinline__ float ft_log2f(float x) {
 // From an exponential and a reciprocal, within 2e-7: tanh.approx, within 5e-4 of the value, would show in a log-sum-exp
 // of capped scores, which is fp32.
 //
-// That is absolute, and a cap takes it times a large number: a row of one key under a cap of 60 was 7e-6 off. Kernels on
-// tensor cores have the series below for small scores; those in plain fp32 (FT_EXACT) take the library's, within 2 ulp.
+// That is absolute, and a cap takes it times a large number: a row of one key under a cap of 60 was 7e-6 off. Kernels
+// on tensor cores have the series below for small scores; those in plain fp32 (FT_EXACT) take the library's, within 2
+// ulp.
 constexpr float kTanhOfTwice = 2.885390082f;  // 2 log2(e)
 __device__ __forceinline__ float ft_tanhf(float x) {
 #ifdef FT_EXACT
@@ -182,7 +186,8 @@ struct CapSeries {
 };
 __device__ __forceinline__ CapSeries cap_series(float cap, float factor) {
     const float square = factor * factor, first = cap * factor, second = first * square, third = second * square;
-    return CapSeries{first * kTanhSeries[0], second * kTanhSeries[1], third * kTanhSeries[2], third * square * kTanhSeries[3]};
+    return CapSeries{first * kTanhSeries[0], second * kTanhSeries[1], third * kTanhSeries[2],
+                     third * square * kTanhSeries[3]};
 }
 template <bool kSmall> __device__ __forceinline__ float ft_cap(float x, float cap, float factor, const CapSeries& s) {
     if (!kSmall) return cap * ft_tanhf(factor * x);

@@ -19,7 +19,8 @@ __device__ __forceinline__ i64 term_place(const GradientArgs& args, int axis, i6
     return ft_clamp64(index, args.length[axis]) * args.place_stride[axis];
 }
 
-__device__ __forceinline__ Terms<kTerms> score_terms(const GradientArgs& args, const ProgramHead& head, int q, int kv, float score) {
+__device__ __forceinline__ Terms<kTerms> score_terms(const GradientArgs& args, const ProgramHead& head, int q, int kv,
+                                                     float score) {
     FT_PROGRAM_HEAD;
     (void)args, (void)q, (void)kv, (void)score;
 @{ term_code }@    return Terms<kTerms>{@{ term_value }@, {@{ term_factors }@}, {@{ term_places }@}};
@@ -28,5 +29,6 @@ __device__ __forceinline__ Terms<kTerms> score_terms(const GradientArgs& args, c
 __device__ __forceinline__ Terms<kSinkTerms> sink_terms(const GradientArgs& args, const ProgramHead& head, int q) {
     FT_PROGRAM_HEAD;
     (void)args, (void)q;
-@{ term_sink_code }@    return Terms<kSinkTerms>{@{ term_sink_value }@, {@{ term_sink_factors }@}, {@{ term_sink_places }@}};
+@{ term_sink_code }@    return Terms<kSinkTerms>{@{ term_sink_value }@, {@{ term_sink_factors }@},
+                             {@{ term_sink_places }@}};
 }
