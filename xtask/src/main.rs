@@ -62,7 +62,10 @@ fn main() -> ExitCode {
         Some("crates") => crates::check(&root()),
         Some("semver") => semver::main(&root(), &args.collect::<Vec<_>>()),
         Some("msrv") => crates::compile_with_oldest(&root()),
-        Some("ci") => steps::run(&steps::all()),
+        Some("ci") => {
+            python::install_ahead(root());
+            steps::run(&steps::all())
+        }
         Some("package") => return package::main(&root(), args),
         Some("wheel") => return wheel::main(&root(), args),
         Some("header") => header::write(&root()),
@@ -123,7 +126,10 @@ fn run(mut command: Command) -> Result<()> {
 
 fn test(args: &[String]) -> Result<()> {
     match args {
-        [] => steps::run(&steps::tests()),
+        [] => {
+            python::install_ahead(root());
+            steps::run(&steps::tests())
+        }
         // Whoever names tests names those of cargo.
         _ => rust(args),
     }

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 
 /// The Python that is there.
 pub(crate) fn python() -> Option<PathBuf> {
@@ -15,13 +16,21 @@ pub(crate) fn install(toolchain: &Path, target: &Path, packages: &[&str], otherw
     let mut python =
         python().with_context(|| format!("no python3 on PATH; install Python with pip, or {otherwise}"))?;
     if !quiet(Command::new(&python).args(["-m", "pip", "--version"])) {
+        // One makes it, whoever else installs meanwhile.
+        static MAKING: Mutex<()> = Mutex::new(());
+        let _alone = MAKING.lock().unwrap_or_else(|e| e.into_inner());
         let venv = toolchain.join("venv");
-        eprintln!("this Python has no pip: making a virtual environment in {}", venv.display());
-        let made = Command::new(&python).args(["-m", "venv"]).arg(&venv).status();
-        if !made.is_ok_and(|s| s.success()) {
-            bail!("`python -m venv` failed; install pip or venv (Debian: apt install python3-venv), or {otherwise}");
+        let of_venv = venv.join("bin/python");
+        if !quiet(Command::new(&of_venv).args(["-m", "pip", "--version"])) {
+            eprintln!("this Python has no pip: making a virtual environment in {}", venv.display());
+            let made = Command::new(&python).args(["-m", "venv"]).arg(&venv).status();
+            if !made.is_ok_and(|s| s.success()) {
+                bail!(
+                    "`python -m venv` failed; install pip or venv (Debian: apt install python3-venv), or {otherwise}"
+                );
+            }
         }
-        python = venv.join("bin/python");
+        python = of_venv;
     }
     eprintln!("installing {} into {}", packages.join(", "), target.display());
     let mut pip = Command::new(&python);

@@ -3,7 +3,7 @@
 use super::{cc, pip, torch};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -11,6 +11,30 @@ use std::time::Instant;
 /// What the tests import; ml_dtypes is bfloat16 for NumPy.
 const PACKAGES: [&str; 2] = ["numpy>=1.26", "ml_dtypes>=0.4"];
 const IMPORT: &str = "import numpy, ml_dtypes";
+
+/// Begins to install what the tests import, beside what is built and tested before them: the index and the disk are
+/// waited for most of the 90 s that PyTorch takes. What fails here is tried again, and told, when it is wanted.
+pub(crate) fn install_ahead(root: PathBuf) {
+    std::thread::spawn(move || pip::python().map(|python| packages(&root, &python)));
+}
+
+/// The folders to put on the path for what the tests import; none for what this Python has.
+fn packages(root: &Path, python: &Path) -> Result<Vec<PathBuf>> {
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _alone = INSTALLING.lock().unwrap_or_else(|e| e.into_inner());
+    let toolchain = root.join(".toolchain");
+    let packages = toolchain.join("python");
+    let mut path = Vec::new();
+    if !pip::quiet(Command::new(python).args(["-c", IMPORT])) {
+        // Also when what is there was installed for another Python.
+        if !pip::quiet(Command::new(python).args(["-c", IMPORT]).env("PYTHONPATH", &packages)) {
+            pip::install(&toolchain, &packages, &PACKAGES, "install numpy and ml_dtypes for this Python")?;
+        }
+        path.push(packages);
+    }
+    path.extend(torch::ensure(root, python)?);
+    Ok(path)
+}
 
 /// Builds `libflashtune`, installs what the tests import unless this Python has it, and runs them: each module
 /// in a process of its own, as many at once as there are cores, unless ARGS choose some.
@@ -22,18 +46,9 @@ pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     super::run(build)?;
 
     let python = pip::python().context("no python3 on PATH; install Python to test its package")?;
-    let toolchain = root.join(".toolchain");
-    let packages = toolchain.join("python");
     let package = root.join("bindings/python");
     let mut path = vec![package.clone()];
-    if !pip::quiet(Command::new(&python).args(["-c", IMPORT])) {
-        path.push(packages.clone());
-        // Also when what is there was installed for another Python.
-        if !pip::quiet(Command::new(&python).args(["-c", IMPORT]).env("PYTHONPATH", &packages)) {
-            pip::install(&toolchain, &packages, &PACKAGES, "install numpy and ml_dtypes for this Python")?;
-        }
-    }
-    path.extend(torch::ensure(root, &python)?);
+    path.extend(packages(root, &python)?);
     let target = super::target();
     let tests = package.join("tests");
     path.push(tests.clone());
