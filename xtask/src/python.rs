@@ -12,10 +12,12 @@ use std::time::Instant;
 const PACKAGES: [&str; 2] = ["numpy>=1.26", "ml_dtypes>=0.4"];
 const IMPORT: &str = "import numpy, ml_dtypes";
 
-/// Begins to install what the tests import, beside what is built and tested before them: the index and the disk are
-/// waited for most of the 90 s that PyTorch takes. What fails here is tried again, and told, when it is wanted.
+/// In CI, begins to install what the tests import beside what is built before them: 85 s of one process, in which the
+/// other core had nothing to do. What fails here is tried again, and told, when it is wanted.
 pub(crate) fn install_ahead(root: PathBuf) {
-    std::thread::spawn(move || pip::python().map(|python| packages(&root, &python)));
+    if std::env::var("CI").is_ok_and(|v| v == "true") {
+        std::thread::spawn(move || pip::python().map(|python| packages(&root, &python)));
+    }
 }
 
 /// The folders to put on the path for what the tests import; none for what this Python has.
