@@ -53,7 +53,8 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
             (1, 1),
         ],
     };
-    let mut problems = Vec::new();
+    // A store's products are other instructions than another's: they are checked without a program, too.
+    let (mut problems, mut without_program) = (Vec::new(), Vec::new());
     for &(qk, v) in dims {
         for dtype in DType::ALL.into_iter().chain([DType::E4m3]) {
             for mask in MaskKind::ALL {
@@ -72,6 +73,9 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
                     _ => plain.with_kv(KvKind::Ragged(store(nth))),
                 };
                 let own = || Program::parse(PROGRAMS[nth / 3 % PROGRAMS.len()]).expect("a program of the list above");
+                if dtype == DType::E4m3 && program.is_plain() && nth % 3 == 1 {
+                    without_program.push(problem);
+                }
                 problems.push(match (program.is_plain(), nth % 3) {
                     (false, _) => problem.with_program(program.clone()),
                     (true, 1) => problem.with_program(own()),
@@ -80,6 +84,7 @@ pub(crate) fn problems(effort: Effort, program: &Program) -> Vec<Problem> {
             }
         }
     }
+    problems.append(&mut without_program);
     problems
 }
 

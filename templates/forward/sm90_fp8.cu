@@ -20,7 +20,8 @@ constexpr bool kMaskRight = @{ mask_right }@;
 #define FT_SCALES_OF_QUERIES @{ scales_of_queries }@    // of rows of Q, or of blocks of them, in place of heads
 #define FT_SCALES_OF_KEYS @{ scales_of_keys }@          // the same of K
 #define FT_SCALES_OF_CHANNELS @{ scales_of_channels }@  // of columns of V, in place of heads
-constexpr bool kForeignRows = false;  // whether rows of K and V behind a sequence's last are those of another
+constexpr bool kForeignRows = false;   // whether rows of K and V behind a sequence's last are those of another
+constexpr bool kScoresByStep = false;  // whether matrix steps of Q K^T are added in fp32
 // Schedule.
 constexpr int kConsumers = @{ consumers }@;
 constexpr int kBlockKV = @{ block_kv }@;

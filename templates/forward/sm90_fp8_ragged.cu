@@ -64,6 +64,7 @@ using KernelArgs = WithSide<Sm90Args>;
 
 <% include "lib/cuda/attention/e4m3_scales.cuh" %>
 <% include "lib/cuda/attention/output_fp8.cuh" %>
+constexpr bool kScoresByStep = !kIsE4m3<Element>;  // whether matrix steps of Q K^T are added in fp32
 constexpr int kBytesSlot = round_up(int(sizeof(WorkTile)) + 36, 16);
 constexpr int kBytesBehind = kBytesTable + round_up(kStages * 4, 16);  // and of each stage of K its keys of no page
 <% include "forward/sm90_fp8/layout.cuh" %>

@@ -42,6 +42,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_qk() {
         const u64 q_rows = descriptor_of_rows(q.buffer(smem, id));
         const u64 k_rows = descriptor_of_rows(k.buffer(smem));
+        if constexpr (kScoresByStep) return sum_qk<32>(q_rows, k_rows);
         wgmma_touch(s);
         wgmma_fence();
 #pragma unroll
@@ -51,6 +52,29 @@ struct Consumer {
                                k_rows + ((chunk * kBytesChunk + within) >> 4), step > 0);
         }
         wgmma_commit();
+    }
+    // The same with each matrix step added in fp32, by kKeys at a time; not asynchronously. Tensor cores align what
+    // they add to the largest and keep 13 bits: large scores of e5m2 keys were off by more than rounding the weights
+    // allows (1.04 of the check's bound; 0.40 so). A step ends before the next begins: with two under way D128 spills
+    // 472 bytes and takes 12 % longer, and at D64 ptxas 13.0 and 13.5 leave two of a loop out.
+    template <int kKeys> __device__ __forceinline__ void sum_qk(u64 q_rows, u64 k_rows) {
+#pragma unroll
+        for (int i = 0; i < kBlockKV / kKeys * kStepsQK; i++) {
+            const int keys = i / kStepsQK, step = i % kStepsQK, chunk = step / 4, within = step % 4 * 32;
+            float product[kKeys / 2];
+            wgmma_touch(product);
+            wgmma_fence();
+            wgmma<e4m3, kKeys>::rows(product, q_rows + ((chunk * kBytes64Rows + within) >> 4),
+                                     k_rows + ((chunk * kBytesChunk + keys * kKeys * 128 + within) >> 4), false);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_touch(product);
+#pragma unroll
+            for (int e = 0; e < kKeys / 2; e++) {
+                float& sum = s[keys * kKeys / 2 + e];
+                sum = step > 0 ? sum + product[e] : product[e];
+            }
+        }
     }
     // t = P V of the next block, columns of a part as they lie in shared memory, asynchronously.
     template <int kAt> __device__ __forceinline__ void issue_part(Part<kAt>& t) {

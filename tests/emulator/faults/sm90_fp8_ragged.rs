@@ -86,17 +86,32 @@ pub const SM90_FP8_RAGGED: &[Fault] = &[
         "",
         "still read|overwritten|the oracle says|while|deadlock|broke down|not the same bits|race",
     ],
+    [
+        "keys of e5m2 are the first 32 of their block",
+        CONSUMER,
+        "keys * kKeys * 128 + within",
+        "within",
+        "the oracle says|not the same bits",
+    ],
+    [
+        "scores of e5m2 keys are their last matrix step",
+        CONSUMER,
+        "? sum + product[e]",
+        "? product[e]",
+        "the oracle says",
+    ],
 ];
 
 /// Several tiles, and sequences of up to ten key blocks.
 const MOST: Most = Most { sequences: 3, rows: 40, keys: 300, heads: 4 };
 
-fn kernel() -> Kernel {
-    let store = KvStore { element: KvElement::E4m3, scales: KvScales::PerHead, v_columns: false };
+fn kernel(element: KvElement) -> Kernel {
+    let store = KvStore { element, scales: KvScales::PerHead, v_columns: false };
     let problem = Problem::forward(DType::E4m3, 64, MaskKind::CAUSAL).expect("legal").with_output(DType::F32);
     let schedule = Sm90Fp8Schedule {
         consumers: 1,
-        block_kv: 32,
+        // Scores of e5m2 keys are of 32 at a time.
+        block_kv: if element == KvElement::E5m2 { 64 } else { 32 },
         stages: 2,
         raw_stages: 1,
         part: 32,
@@ -135,7 +150,7 @@ fn batch(problem: &Problem, what: &str, rng: &mut StdRng) -> RaggedBatch {
 /// What is said of a kernel with the fault; an empty text when nothing is. Where it is about slots behind the last key,
 /// a search for NaN that finds any breaks down: a kernel that leaves them to it is right, and slow.
 pub fn verdict(set: &TemplateSet, number: u64, what: &str) -> String {
-    let kernel = kernel();
+    let kernel = kernel(if what.contains("e5m2") { KvElement::E5m2 } else { KvElement::E4m3 });
     let set = free_pieces(set);
     let set = match what.contains("slots") {
         true => replaced(&set, TRANSPOSE, "set_flag(Layout::met_non_finite_at(smem));", "__builtin_trap();"),
@@ -148,7 +163,7 @@ pub fn verdict(set: &TemplateSet, number: u64, what: &str) -> String {
 /// The same batches without a fault: nothing is said.
 #[test]
 fn batches_of_faults_pass_where_none_is_planted() {
-    let (templates, all) = (crate::templates(), ["slots", "no page", "page", "piece", "NaN", "rows"]);
+    let (templates, all) = (crate::templates(), ["slots", "no page", "page", "piece", "NaN", "rows", "e5m2"]);
     crate::try_recorded(0..all.len() as u64, std::time::Duration::MAX, |number| {
         let what = all[number as usize];
         let said = verdict(&templates, 80 + number, what);

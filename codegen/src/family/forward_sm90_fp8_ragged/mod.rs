@@ -9,8 +9,8 @@ use crate::abi::ArgsLayout;
 use crate::launch::{Holds, LaunchPlan, Region, Stage, StageEntry};
 use crate::traffic::Walk;
 use crate::{
-    Arch, Constraint, Constraints, Error, Evidence, KvElement, KvScales, Op, Problem, Resources, Result, Shape,
-    ShapeBucket, Tiling,
+    Arch, Constraint, Constraints, Error, KvElement, KvScales, Op, Problem, Resources, Result, Shape, ShapeBucket,
+    Tiling,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -71,15 +71,6 @@ impl KernelFamily for Sm90Fp8RaggedSchedule {
     const ARGS: ArgsLayout = ArgsLayout::RAGGED_MAPPED;
     const RAGGED: bool = true;
     const QUERIES: Dtypes = Dtypes::E4m3;
-    const VARIANTS: &'static [&'static str] = &[KvElement::E5m2.name()];
-
-    /// No card has run products of e4m3 and e5m2.
-    fn evidence(problem: &Problem, _: Arch) -> Evidence {
-        match problem.kv.store() {
-            Some(store) if store.element == KvElement::E5m2 => Evidence::emulated(KvElement::E5m2.name()),
-            _ => Evidence::of_hopper(Self::PURPOSE),
-        }
-    }
 
     fn runs_on(arch: Arch) -> Result<()> {
         <Sm90Fp8Schedule as KernelFamily>::runs_on(arch)
