@@ -24,7 +24,11 @@ fn the_quick_check_of_one_problem_passes_on_every_instruction_set_of_the_host() 
         let problem = if isa == highest { "d40v72" } else { "f16-d40v72" };
         let mut check = place.flashtune(&["check", "--problem", problem, "--schedules", "0", "--json"]);
         check.args(["--kernel", "forward-"]);
-        check.env("FLASHTUNE_CPU_ISA", isa.name()).env("KERNELS_OPTIMISED", "1");
+        check.env("FLASHTUNE_CPU_ISA", isa.name());
+        // Ragged kernels without vector instructions take the optimiser 6 s each.
+        if isa == highest {
+            check.env("KERNELS_OPTIMISED", "1");
+        }
         let report = common::json(&mut check);
         assert!(report["device"].as_str().unwrap().contains(isa.name()), "{report}");
         assert!(report["kernels"].as_u64().unwrap() >= 6 && report["checks"].as_u64().unwrap() >= 60, "{report}");
@@ -38,7 +42,7 @@ fn a_kernel_with_a_fault_fails_the_check_with_its_name_and_exit_code_1() {
     let place = Place::new();
     // One percent too much of the scale: the kind of error that a loose bound would let through.
     let folder = spoilt(&place, "forward/cpu.c", "args->scale", "(1.01f * args->scale)");
-    let args = ["check", "--problem", "f32-d64-full", "--templates", &folder];
+    let args = ["check", "--problem", "f32-d64-full", "--kernel", ".cpu.", "--templates", &folder];
     let args_json = [&args[..], &["--json"]].concat();
     fails(&mut place.flashtune(&args), 1, &["checks failed"]);
     let output = place.flashtune(&args_json).output().unwrap();

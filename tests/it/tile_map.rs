@@ -76,7 +76,8 @@ fn the_cpu_emits_explains_and_checks_programs() {
     let explained = place.json(&with(&["explain", "--q-len", "64", "--heads", "2"], &program));
     assert!(explained.to_string().contains("forward/cpu"), "{explained}");
     let check = |more: &[&str]| {
-        let program = ["check", "--device", "cpu", "--schedules", "0", "--problem", "f32-d40v72", "--mask"];
+        let kernels = ["--problem", "f32-d40v72", "--kernel", ".cpu."];
+        let program = [&["check", "--device", "cpu", "--schedules", "0"], &kernels[..], &["--mask"]].concat();
         place.flashtune(&[&program[..], more].concat())
     };
     let checked = check(&["kv % 3 != 1", "--score", "score * 0.5"]).output().unwrap();

@@ -2,17 +2,16 @@
 //!
 //! The Rust tests compile some 700 kernels for the host, which took 580 of their 1750 seconds of processor time. Many
 //! are some other test's as well, and the same source and options give the same bytes; `-O1` takes six tenths of the
-//! time of `-O3`, and less for ragged kernels. The tests of Python, which took 300 s of two cores, have it too. What
-//! the optimiser makes of kernels is seen by the check on every instruction set and by the tests of candle, which ask
-//! for it by [`OPTIMISED`], and by the wheel's, which has the compiler itself.
+//! time of `-O3`. Ragged kernels, which are the longest and of which tests ask where things lie, are not optimised and
+//! not inlined, in a tenth of the time; dense ones, which tests time and tune, would then run ten times as long as they
+//! compile. The tests of Python, which took 300 s of two cores, have it too. What the optimiser makes of kernels is
+//! seen by the quick check on the host's widest instruction set, which asks for it by `KERNELS_OPTIMISED`, and by the
+//! test of the wheel, which has the compiler itself.
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-/// Kernels are optimised as users have them where this variable is set.
-pub(crate) const OPTIMISED: (&str, &str) = ("KERNELS_OPTIMISED", "1");
 
 /// What cargo starts test programs with: an environment whose `CC` is this compiler. Build scripts do not see it, so
 /// that nothing is built anew. Nothing where there is no compiler that it could stand for.
@@ -69,8 +68,11 @@ pub(crate) fn remembering(target: &Path) -> Result<Option<PathBuf>> {
 fn script(cc: &str, version: &str, memory: &Path) -> String {
     format!(
         "#!/bin/sh\n[ -f kernel.c ] || exec {cc} \"$@\"\n\
-         [ -n \"$KERNELS_OPTIMISED\" ] || \
-         for word; do shift; [ \"$word\" = -O3 ] && word=-O1; set -- \"$@\" \"$word\"; done\n\
+         if [ -z \"$KERNELS_OPTIMISED\" ]; then\n\
+         read -r name < kernel.c\n\
+         case $name in *.cpu_ragged.*) level='-O0 -Dalways_inline=unused' ;; *) level=-O1 ;; esac\n\
+         for word; do shift; [ \"$word\" = -O3 ] && set -- \"$@\" $level || set -- \"$@\" \"$word\"; done\n\
+         fi\n\
          kept='{}'/$( {{ echo '{cc}' '{version}' \"$*\"; cat kernel.c; }} | sha256sum | cut -c 1-64)\n\
          [ -f \"$kept\" ] && exec cp \"$kept\" kernel.so\n\
          {cc} \"$@\" || exit\ncp kernel.so \"$kept.$$\" && mv \"$kept.$$\" \"$kept\"\nexit 0\n",
@@ -108,5 +110,8 @@ mod tests {
         assert_eq!(compile(&program, "", "int f;"), (String::new(), b"int f;".to_vec()));
         assert_eq!(compile(&program, "1", "int f;"), (asked("-O3"), b"int f;".to_vec()));
         assert_eq!(compile(&program, "", "int g;"), (asked("-O1"), b"int g;".to_vec()));
+        let ragged = "/* forward.cpu_ragged.avx2 */\nint f;";
+        assert_eq!(compile(&program, "", ragged), (asked("-O0 -Dalways_inline=unused"), ragged.into()));
+        assert_eq!(compile(&program, "1", ragged), (asked("-O3"), ragged.into()));
     }
 }

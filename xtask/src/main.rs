@@ -5,6 +5,7 @@
 //! package.
 
 mod browser;
+mod candle;
 mod cc;
 mod crates;
 mod header;
@@ -55,7 +56,7 @@ fn main() -> ExitCode {
     let outcome = match args.next().as_deref() {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
-        Some("candle") => candle(&args.collect::<Vec<_>>()),
+        Some("candle") => candle::test(&args.collect::<Vec<_>>()),
         Some("browser") => browser::main(&root(), &args.collect::<Vec<_>>()),
         Some("lint") => steps::run(&steps::lints()),
         Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
@@ -63,7 +64,7 @@ fn main() -> ExitCode {
         Some("semver") => semver::main(&root(), &args.collect::<Vec<_>>()),
         Some("msrv") => crates::compile_with_oldest(&root()),
         Some("ci") => {
-            python::install_ahead(root());
+            let _ahead = ahead();
             steps::run(&steps::all())
         }
         Some("package") => return package::main(&root(), args),
@@ -124,10 +125,16 @@ fn run(mut command: Command) -> Result<()> {
     Ok(())
 }
 
+/// In CI, begins what later steps of the tests need; held until they have ended.
+fn ahead() -> Option<candle::Ahead> {
+    python::install_ahead(root());
+    candle::build_ahead()
+}
+
 fn test(args: &[String]) -> Result<()> {
     match args {
         [] => {
-            python::install_ahead(root());
+            let _ahead = ahead();
             steps::run(&steps::tests())
         }
         // Whoever names tests names those of cargo.
@@ -151,14 +158,6 @@ fn rust(args: &[String]) -> Result<()> {
         // Whoever names tests is told of every failure.
         _ => run(test(&[&["--workspace"], &*args.iter().map(String::as_str).collect::<Vec<_>>()].concat())),
     }
-}
-
-/// candle's 190 dependencies are no part of the root's lock file, lints and builds.
-fn candle(args: &[String]) -> Result<()> {
-    let mut command = cargo();
-    command.current_dir(root().join("bindings/candle"));
-    command.args(["test", "--workspace"]).args(args).envs(cc::runner(&target())?).envs([cc::OPTIMISED]);
-    run(command)
 }
 
 /// Runs `benches/host/cubins.rs`: NVRTC takes nearly all of its time.

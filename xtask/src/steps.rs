@@ -40,7 +40,7 @@ pub(crate) fn tests() -> Vec<Step> {
         ("rust", || rust(&[])),
         ("python", || python::test(&root(), &[])),
         ("wheel", || wheel::test(&root())),
-        ("candle", || candle(&[])),
+        ("candle", || candle::test(&[])),
         ("browser", || browser::test(&root())),
     ]
 }
