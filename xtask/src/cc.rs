@@ -5,7 +5,7 @@
 //! time of `-O3`. Ragged kernels, which are the longest and of which tests ask where things lie, are not optimised and
 //! not inlined, in a tenth of the time; dense ones, which tests time and tune, would then run ten times as long as they
 //! compile. The tests of Python, which took 300 s of two cores, have it too. What the optimiser makes of kernels is
-//! seen by the quick check on the host's widest instruction set, which asks for it by `KERNELS_OPTIMISED`, and by the
+//! seen by the quick check on the host's widest instruction set, which asks for it by `KERNELS_OPTIMISED=1`, and by the
 //! test of the wheel, which has the compiler itself.
 
 use anyhow::{Context, Result};
@@ -68,9 +68,13 @@ pub(crate) fn remembering(target: &Path) -> Result<Option<PathBuf>> {
 fn script(cc: &str, version: &str, memory: &Path) -> String {
     format!(
         "#!/bin/sh\n[ -f kernel.c ] || exec {cc} \"$@\"\n\
-         if [ -z \"$KERNELS_OPTIMISED\" ]; then\n\
+         if [ \"$KERNELS_OPTIMISED\" != 1 ]; then\n\
          read -r name < kernel.c\n\
-         case $name in *.cpu_ragged.*) level='-O0 -Dalways_inline=unused' ;; *) level=-O1 ;; esac\n\
+         case $KERNELS_OPTIMISED$name in\n\
+         little*) level=-O1 ;;\n\
+         *.cpu_ragged.*) level='-O0 -Dalways_inline=unused' ;;\n\
+         *) level=-O1 ;;\n\
+         esac\n\
          for word; do shift; [ \"$word\" = -O3 ] && set -- \"$@\" $level || set -- \"$@\" \"$word\"; done\n\
          fi\n\
          kept='{}'/$( {{ echo '{cc}' '{version}' \"$*\"; cat kernel.c; }} | sha256sum | cut -c 1-64)\n\
@@ -112,6 +116,7 @@ mod tests {
         assert_eq!(compile(&program, "", "int g;"), (asked("-O1"), b"int g;".to_vec()));
         let ragged = "/* forward.cpu_ragged.avx2 */\nint f;";
         assert_eq!(compile(&program, "", ragged), (asked("-O0 -Dalways_inline=unused"), ragged.into()));
+        assert_eq!(compile(&program, "little", ragged), (asked("-O1"), ragged.into()));
         assert_eq!(compile(&program, "1", ragged), (asked("-O3"), ragged.into()));
     }
 }

@@ -46,7 +46,7 @@ fn digest(compiler: &CompilerId, source: &Source) -> String {
     key.to_string()[..16].to_owned()
 }
 
-/// What a source compiles to: as recorded or, of every eighth, by `compile`, which must say the same.
+/// What a source compiles to: as recorded or, of every sixteenth, by `compile`, which must say the same.
 pub(crate) fn compiled(
     compiler: &CompilerId,
     source: &Source,
