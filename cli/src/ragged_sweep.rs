@@ -150,6 +150,12 @@ mod tests {
         }
         assert!(stores.iter().any(|s| s.v_columns) && stores.iter().any(|s| s.scales == KvScales::PerToken));
         assert!(quick.iter().filter(|p| p.program.is_some()).count() >= 7);
+        // Of each problem of e4m3 queries also the kernel that has no program.
+        let e4m3 = || quick.iter().filter(|p| p.dtype == DType::E4m3);
+        assert!(e4m3().all(|p| e4m3().any(|plain| plain.program.is_none()
+            && plain.kv == p.kv
+            && plain.mask == p.mask
+            && [plain.head_dim_qk, plain.head_dim_v] == [p.head_dim_qk, p.head_dim_v])));
         assert!(problems(Effort::Full, &Program::parse("score = score;").unwrap()).len() >= 140);
     }
 

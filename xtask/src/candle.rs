@@ -1,7 +1,7 @@
 //! The tests of bindings/candle, a workspace of its own: candle's 190 dependencies are no part of the root's lock file,
 //! lints and builds.
 
-use super::{cargo, cc, root, run, target};
+use super::{cargo, cc, in_ci, root, run, target};
 use anyhow::Result;
 use std::process::{Child, Command, Stdio};
 
@@ -28,12 +28,12 @@ impl Drop for Ahead {
 /// workspace is built a fifth of two cores, and building candle takes 230 s of one. What fails here is tried again, and
 /// told, when it is wanted.
 pub(crate) fn build_ahead() -> Option<Ahead> {
-    if std::env::var("CI").is_ok_and(|v| v == "true") {
-        let mut command = Command::new("nice");
-        command.args(["-n", "19"]).arg(cargo().get_program()).args(["test", "--workspace", "--no-run"]);
-        command.current_dir(root().join("bindings/candle"));
-        cc::as_built(&mut command);
-        return command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok().map(Ahead);
+    if !in_ci() {
+        return None;
     }
-    None
+    let mut command = Command::new("nice");
+    command.args(["-n", "19"]).arg(cargo().get_program()).args(["test", "--workspace", "--no-run"]);
+    command.current_dir(root().join("bindings/candle"));
+    cc::as_built(&mut command);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok().map(Ahead)
 }

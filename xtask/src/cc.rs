@@ -53,6 +53,9 @@ pub(crate) fn remembering(target: &Path) -> Result<Option<PathBuf>> {
     // Arguments of a compiler would be part of the name as well.
     let (Ok(version), Some(name)) = (version, Path::new(&cc).file_name()) else { return Ok(None) };
     let folder = target.join("tmp/cc");
+    if Path::new(&cc).starts_with(&folder) {
+        anyhow::bail!("CC is {cc}, which stands for the compiler in tests: unset it, or set it to the compiler");
+    }
     let memory = folder.join("kernels");
     std::fs::create_dir_all(&memory).with_context(|| format!("cannot make {}", memory.display()))?;
     let version = String::from_utf8_lossy(&version).lines().next().unwrap_or_default().replace('\'', "");
@@ -70,10 +73,10 @@ fn script(cc: &str, version: &str, memory: &Path) -> String {
         "#!/bin/sh\n[ -f kernel.c ] || exec {cc} \"$@\"\n\
          if [ \"$KERNELS_OPTIMISED\" != 1 ]; then\n\
          read -r name < kernel.c\n\
+         level=-O1\n\
          case $KERNELS_OPTIMISED$name in\n\
-         little*) level=-O1 ;;\n\
+         little*) ;;\n\
          *.cpu_ragged.*) level='-O0 -Dalways_inline=unused' ;;\n\
-         *) level=-O1 ;;\n\
          esac\n\
          for word; do shift; [ \"$word\" = -O3 ] && set -- \"$@\" $level || set -- \"$@\" \"$word\"; done\n\
          fi\n\

@@ -125,6 +125,11 @@ fn run(mut command: Command) -> Result<()> {
     Ok(())
 }
 
+/// Whether this machine is one of CI.
+fn in_ci() -> bool {
+    std::env::var("CI").is_ok_and(|v| v == "true")
+}
+
 /// In CI, begins what later steps of the tests need; held until they have ended.
 fn ahead() -> Option<candle::Ahead> {
     python::install_ahead(root());

@@ -15,7 +15,7 @@ const IMPORT: &str = "import numpy, ml_dtypes";
 /// In CI, begins to install what the tests import beside what is built before them: 85 s of one process, in which the
 /// other core had nothing to do. What fails here is tried again, and told, when it is wanted.
 pub(crate) fn install_ahead(root: PathBuf) {
-    if std::env::var("CI").is_ok_and(|v| v == "true") {
+    if super::in_ci() {
         std::thread::spawn(move || pip::python().map(|python| packages(&root, &python)));
     }
 }
