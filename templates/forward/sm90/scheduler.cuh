@@ -166,3 +166,5 @@ __device__ __forceinline__ Work first_work(const KernelArgs& args, const Work& o
     }
 }
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");
+static_assert(sizeof(Work) == sizeof(Tile) + 2 * sizeof(BlockRange) + 3 * sizeof(int),
+              "no word of a stored vector is without a value");

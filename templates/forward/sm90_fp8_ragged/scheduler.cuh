@@ -17,9 +17,12 @@ struct alignas(16) Work {
     BlockRange blocks;
     int live;  // whether there is a tile
     Piece piece;
+    int unused = 0;  // as of forward/sm90_ragged
     __device__ __forceinline__ bool is_piece() const { return piece.count > 1; }
 };
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");
+static_assert(sizeof(Work) == sizeof(WorkTile) + sizeof(BlockRange) + sizeof(Piece) + 2 * sizeof(int),
+              "no word of a stored vector is without a value");
 
 // The tile, or piece of one, of an item, with the blocks that sizes and a program's mask leave of it. By whole warps.
 __device__ __forceinline__ Work work_at(const KernelArgs& args, u32 smem, u32 index) {

@@ -11,6 +11,9 @@ struct alignas(16) Work {
     int live;        // whether there is a tile: 0, 1, or 2 for a piece of one
     int careful;     // whether non-finite elements leave masked blocks of V before the product
     int last;        // where there is no tile: whether no second pass follows
+    // Whole vectors are stored, and to words without a value ptxas gives registers that the warp has given back: R30
+    // and R31 of 32, two of which are never a thread's own, an illegal instruction.
+    int unused[3] = {};
     __device__ __forceinline__ bool is_piece() const { return kSplits && live > 1; }  // of a tile (pieces.cuh)
 };
 
@@ -252,3 +255,5 @@ __device__ __forceinline__ Work first_work(u32 smem, int consumer = -1) {
     return work;
 }
 static_assert(sizeof(Work) == Layout::kBytesWork, "a slot");
+static_assert(sizeof(Work) == sizeof(WorkTile) + 2 * sizeof(BlockRange) + 6 * sizeof(int),
+              "no word of a stored vector is without a value");
