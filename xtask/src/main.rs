@@ -4,6 +4,7 @@
 //! puts the NVRTC wheel into `.toolchain/` once and points the tests at it, and NumPy for the tests of the Python
 //! package.
 
+mod beside;
 mod browser;
 mod candle;
 mod cc;
@@ -56,17 +57,14 @@ fn main() -> ExitCode {
     let outcome = match args.next().as_deref() {
         Some("test") => test(&args.collect::<Vec<_>>()),
         Some("python") => python::test(&root(), &args.collect::<Vec<_>>()),
-        Some("candle") => candle::test(&args.collect::<Vec<_>>()),
+        Some("candle") => candle::tests(&args.collect::<Vec<_>>()).and_then(run),
         Some("browser") => browser::main(&root(), &args.collect::<Vec<_>>()),
         Some("lint") => steps::run(&steps::lints()),
         Some("tidy") => tidy::main(&root(), &args.collect::<Vec<_>>()),
         Some("crates") => crates::check(&root()),
         Some("semver") => semver::main(&root(), &args.collect::<Vec<_>>()),
         Some("msrv") => crates::compile_with_oldest(&root()),
-        Some("ci") => {
-            let _ahead = ahead();
-            steps::run(&steps::all())
-        }
+        Some("ci") => ahead().and_then(|_ahead| steps::run(&steps::all())),
         Some("package") => return package::main(&root(), args),
         Some("wheel") => return wheel::main(&root(), args),
         Some("header") => header::write(&root()),
@@ -131,17 +129,15 @@ fn in_ci() -> bool {
 }
 
 /// In CI, begins what later steps of the tests need; held until they have ended.
-fn ahead() -> Option<candle::Ahead> {
+fn ahead() -> Result<beside::Guard> {
     python::install_ahead(root());
-    candle::build_ahead()
+    beside::begin(steps::CANDLE, || candle::tests(&[]))?;
+    Ok(beside::Guard)
 }
 
 fn test(args: &[String]) -> Result<()> {
     match args {
-        [] => {
-            let _ahead = ahead();
-            steps::run(&steps::tests())
-        }
+        [] => ahead().and_then(|_ahead| steps::run(&steps::tests())),
         // Whoever names tests names those of cargo.
         _ => rust(args),
     }

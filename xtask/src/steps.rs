@@ -1,12 +1,16 @@
 //! The steps that a change must pass: one list, for `cargo xtask ci`, and for `cargo xtask lint` and
 //! `cargo xtask test`, which `.ci/run` calls.
 
-use super::{browser, candle, cargo, crates, python, root, rust, tidy, wheel};
+use super::{beside, browser, candle, cargo, crates, python, root, rust, tidy, wheel};
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
 /// A name, and what must succeed.
 pub(crate) type Step = (&'static str, fn() -> Result<()>);
+
+/// Steps that CI runs beside others.
+pub(crate) const CANDLE: &str = "candle";
+const WHEEL: &str = "wheel";
 
 /// Everything; the quickest first.
 pub(crate) fn all() -> Vec<Step> {
@@ -38,9 +42,12 @@ pub(crate) fn lints() -> Vec<Step> {
 pub(crate) fn tests() -> Vec<Step> {
     vec![
         ("rust", || rust(&[])),
-        ("python", || python::test(&root(), &[])),
-        ("wheel", || wheel::test(&root())),
-        ("candle", || candle::test(&[])),
+        ("python", || {
+            beside::begin(WHEEL, wheel::test)?;
+            python::test(&root(), &[])
+        }),
+        (WHEEL, || beside::end(WHEEL, wheel::test)),
+        (CANDLE, || beside::end(CANDLE, || candle::tests(&[]))),
         ("browser", || browser::test(&root())),
     ]
 }

@@ -60,9 +60,11 @@ pub(crate) fn main(root: &Path, args: impl Iterator<Item = String>) -> ExitCode 
 }
 
 /// The wheel of what the tests have built, tried in a clean environment.
-pub(crate) fn test(root: &Path) -> Result<()> {
-    let out = tempfile::tempdir()?;
-    make(root, &Options { out: out.path().into(), profile: "dev".into(), glibc: None, check: true })
+pub(crate) fn test() -> Result<Command> {
+    let out = super::target().join("tmp/wheels");
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["wheel", "--profile", "dev", "--glibc", "host", "--check", "--out"]).arg(out);
+    Ok(command)
 }
 
 impl Options {
