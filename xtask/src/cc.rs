@@ -1,12 +1,12 @@
 //! The C compiler of the tests: it remembers, and optimises little.
 //!
 //! The Rust tests compile some 700 kernels for the host, which took 580 of their 1750 seconds of processor time. Many
-//! are some other test's as well, and the same source and options give the same bytes; `-O1` takes six tenths of the
-//! time of `-O3`. Ragged kernels, which are the longest and of which tests ask where things lie, are not optimised and
-//! not inlined, in a tenth of the time; dense ones, which tests time and tune, would then run ten times as long as they
-//! compile. The tests of Python, which took 300 s of two cores, have it too. What the optimiser makes of kernels is
-//! seen by the quick check on the host's widest instruction set, which asks for it by `KERNELS_OPTIMISED=1`, and by the
-//! test of the wheel, which has the compiler itself.
+//! are some other test's as well, and the same source and options give the same bytes; `-Og` takes a quarter of the
+//! time of `-O3` (`-O1` four tenths: 396 s of tests/it for 361). Ragged kernels, which are the longest and of which
+//! tests ask where things lie, are not optimised and not inlined, in a tenth of the time; dense ones, which tests time
+//! and tune, would then run ten times as long as they compile. The tests of Python, which took 300 s of two cores, have
+//! it too. What the optimiser makes of kernels is seen by the quick check on the host's widest instruction set, which
+//! asks for it by `KERNELS_OPTIMISED=1`, and by the test of the wheel, which has the compiler itself.
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::PermissionsExt;
@@ -73,9 +73,9 @@ fn script(cc: &str, version: &str, memory: &Path) -> String {
         "#!/bin/sh\n[ -f kernel.c ] || exec {cc} \"$@\"\n\
          if [ \"$KERNELS_OPTIMISED\" != 1 ]; then\n\
          read -r name < kernel.c\n\
-         level=-O1\n\
+         level=-Og\n\
          case $KERNELS_OPTIMISED$name in\n\
-         little*) ;;\n\
+         little*) level=-O1 ;;\n\
          *.cpu_ragged.*) level='-O0 -Dalways_inline=unused' ;;\n\
          esac\n\
          for word; do shift; [ \"$word\" = -O3 ] && set -- \"$@\" $level || set -- \"$@\" \"$word\"; done\n\
@@ -113,10 +113,10 @@ mod tests {
         std::fs::write(&program, script(cc.to_str().unwrap(), "1", folder.path())).unwrap();
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
         let asked = |level: &str| format!("{level} -shared -o kernel.so kernel.c\n");
-        assert_eq!(compile(&program, "", "int f;"), (asked("-O1"), b"int f;".to_vec()));
+        assert_eq!(compile(&program, "", "int f;"), (asked("-Og"), b"int f;".to_vec()));
         assert_eq!(compile(&program, "", "int f;"), (String::new(), b"int f;".to_vec()));
         assert_eq!(compile(&program, "1", "int f;"), (asked("-O3"), b"int f;".to_vec()));
-        assert_eq!(compile(&program, "", "int g;"), (asked("-O1"), b"int g;".to_vec()));
+        assert_eq!(compile(&program, "", "int g;"), (asked("-Og"), b"int g;".to_vec()));
         let ragged = "/* forward.cpu_ragged.avx2 */\nint f;";
         assert_eq!(compile(&program, "", ragged), (asked("-O0 -Dalways_inline=unused"), ragged.into()));
         assert_eq!(compile(&program, "little", ragged), (asked("-O1"), ragged.into()));

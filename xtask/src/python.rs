@@ -1,12 +1,10 @@
 //! The tests of the Python package, against the library of this workspace.
 
 use super::{cc, pip, torch};
-use anyhow::{Context, Result, bail};
-use std::ffi::OsString;
+use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
-use std::time::Instant;
 
 /// What the tests import; ml_dtypes is bfloat16 for NumPy.
 const PACKAGES: [&str; 2] = ["numpy>=1.26", "ml_dtypes>=0.4"];
@@ -39,7 +37,7 @@ fn packages(root: &Path, python: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Builds `libflashtune`, installs what the tests import unless this Python has it, and runs them: each module
-/// in a process of its own, as many at once as there are cores, unless ARGS choose some.
+/// in a process of its own, as many at once as there are cores (run_modules.py), unless ARGS choose some.
 pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     let mut build = super::cargo();
     // All of the workspace, and the target of a test, which brings the features that its tests have: nothing is
@@ -54,56 +52,26 @@ pub(crate) fn test(root: &Path, args: &[String]) -> Result<()> {
     let target = super::target();
     let tests = package.join("tests");
     path.push(tests.clone());
-    let mut every: Vec<(&str, OsString)> = vec![("PYTHONPATH", std::env::join_paths(path)?)];
-    every.push(("FLASHTUNE_LIBRARY", target.join("debug/libflashtune.so").into()));
+    let mut process = Command::new(&python);
+    process.arg("-B").env("PYTHONPATH", std::env::join_paths(path)?);
+    process.env("FLASHTUNE_LIBRARY", target.join("debug/libflashtune.so"));
     // Graphs that PyTorch has kept call operators as they were when it compiled them.
     let compiled = tempfile::tempdir()?;
-    every.push(("TORCHINDUCTOR_CACHE_DIR", compiled.path().into()));
-    every.extend(cc::remembering(&target)?.map(|cc| ("CC", cc.into())));
-    let process = |number: usize| {
-        let mut process = Command::new(&python);
-        process.args(["-B", "-m", "unittest"]).envs(every.iter().map(|(name, value)| (name, value)));
-        // A cache of its own: what one test finds does not hang on what others do at the same time.
-        process.env("FLASHTUNE_CACHE", target.join(format!("tmp/python-cache-{number}")));
-        process
-    };
+    process.env("TORCHINDUCTOR_CACHE_DIR", compiled.path());
+    process.envs(cc::remembering(&target)?.map(|cc| ("CC", cc)));
     if !args.is_empty() {
-        let mut discover = process(0);
-        discover.args(["discover", "--start-directory"]).arg(&tests).args(args);
-        return super::run(discover);
+        process.env("FLASHTUNE_CACHE", target.join("tmp/python-cache-0"));
+        process.args(["-m", "unittest", "discover", "--start-directory"]).arg(&tests).args(args);
+        return super::run(process);
     }
     let processes = std::thread::available_parallelism().map_or(1, |n| n.get()).min(4);
-    let (modules, failed) = (Mutex::new(modules(&tests)?.into_iter()), Mutex::new(Vec::new()));
-    let next = || modules.lock().expect("no panic").next();
-    let work = |number: usize| {
-        while let Some(module) = next() {
-            let start = Instant::now();
-            let mut process = process(number);
-            if module == MEASURES {
-                process.env("KERNELS_OPTIMISED", "little");
-            }
-            let outcome = match process.arg(&module).output() {
-                Ok(output) => {
-                    let seconds = start.elapsed().as_secs_f32();
-                    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-                    eprintln!("{module}, {seconds:.0} s\n{out}{err}");
-                    if output.status.success() { Ok(()) } else { Err(format!("ended with {}", output.status)) }
-                }
-                Err(e) => Err(format!("cannot start Python: {e}")),
-            };
-            if let Err(e) = outcome {
-                failed.lock().expect("no panic").push(format!("{module} {e}"));
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        for number in 0..processes {
-            let work = &work;
-            scope.spawn(move || work(number));
-        }
-    });
-    let failed = failed.into_inner().expect("no panic");
-    if failed.is_empty() { Ok(()) } else { bail!("python -m unittest: {}", failed.join("; ")) }
+    process.arg(tests.join("run_modules.py")).args(["--processes", &processes.to_string(), "--caches"]);
+    process.arg(target.join("tmp/python-cache-"));
+    process.args(modules(&tests)?.iter().map(|module| match module == MEASURES {
+        true => format!("{module}:KERNELS_OPTIMISED=little"),
+        false => module.clone(),
+    }));
+    super::run(process)
 }
 
 /// Modules that take longest, which are begun first: they compile dozens of kernels of the CPU (72, 64, 38 and 17 s of
