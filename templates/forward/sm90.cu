@@ -102,6 +102,10 @@ constexpr RowOrder kRowOrder = @{ row_order }@;
 constexpr RowOrder kMaskedRowOrder = @{ masked_row_order }@;
 // Whether the next K and V have arrived is asked while there is other work.
 constexpr bool kLookAhead = @{ look_ahead }@;
+// When a consumer reads which scores are kept: while it waits for the scores, or for P V of the block before, or as P
+// is rounded.
+enum ReadBits { kBesideScores, kBesideOutput, kWithP };
+constexpr ReadBits kReadBits = @{ read_bits }@;
 // Of a masked V that is looked through, how many reads of a thread are in flight.
 constexpr int kScanTogether = @{ scan_together }@;
 

@@ -17,6 +17,9 @@ struct Consumer : Arrivals {
     float seed_unit;   // where they are seeded, what takes natural units to those of the raw score
     RowMasks masks;
     ScoresAhead<kBlockKV / 8> ahead;  // of the block whose scores are next
+#if FT_DRAWERS
+    u32 drawn[2][div_up(kBlockKV, 32)];  // of the block at hand, for two rows: which scores are kept
+#endif
 #if FT_DROPOUT && !FT_DRAWERS
     Dropout dropout;
 #endif
@@ -259,23 +262,28 @@ struct Consumer : Arrivals {
     }
 #endif
 
-    // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
-    __device__ __forceinline__ void round() {
+    // Which scores of the block at hand are kept, at one of three places.
+    template <ReadBits kHere> __device__ __forceinline__ void read_bits() {
 #if FT_DRAWERS
-        u32 kept[2][div_up(kBlockKV, 32)];
+        if (kHere != kReadBits) return;
         bits.wait(smem);
         const u32 at = bits.buffer(smem) + (id * 64 + warp() * 16 + lane() / 4) * 4;
 #pragma unroll
         for (int i = 0; i < 2 * div_up(kBlockKV, 32); i++) {
-            kept[i % 2][i / 2] = load_shared_4(at + (i / 2 * kBlockQ + i % 2 * 8) * 4);
+            drawn[i % 2][i / 2] = load_shared_4(at + (i / 2 * kBlockQ + i % 2 * 8) * 4);
         }
         release_bits();
 #endif
+    }
+
+    // Rounds probabilities to the element type: into registers, as A operands, or to shared memory.
+    __device__ __forceinline__ void round() {
+        read_bits<kWithP>();
         // Word i holds the thread's scores of row i % 2 in tile i / 2 of 8 keys.
         const auto packed = [&](int i) {
             const u32 pair = pack<Element>(s[2 * i], s[2 * i + 1]);
 #if FT_DRAWERS
-            return kept_pair(pair, kept[i % 2][i / 8], i / 2 % 4);
+            return kept_pair(pair, drawn[i % 2][i / 8], i / 2 % 4);
 #else
             return pair;
 #endif
@@ -330,8 +338,10 @@ struct Consumer : Arrivals {
         if (kTrim && kChain) pass_turn();
         if (kOutputInV && !admitted) admit_v();
         keep(work);
+        read_bits<kBesideScores>();
         wgmma_wait<0>();
         first_probabilities(work, c);
+        read_bits<kBesideOutput>();
         round();
         if (later) skip_v();
     }
@@ -363,6 +373,7 @@ struct Consumer : Arrivals {
             pass_turn();
             if (kChain) release_o();
             read_biases();
+            read_bits<kBesideScores>();
             wgmma_wait<1>();
             take_scores(work, n);
             change(work, n, masked);
@@ -371,6 +382,7 @@ struct Consumer : Arrivals {
 #if FT_DROPOUT && !FT_DRAWERS
             drop(work, n);
 #endif
+            read_bits<kBesideOutput>();
             wgmma_wait<0>();
             wgmma_touch(o);
             release_v();
@@ -388,6 +400,7 @@ struct Consumer : Arrivals {
             pass_turn();
             if (kChain) release_o();
             read_biases();
+            read_bits<kBesideScores>();
             wgmma_wait<0>();
             take_scores(work, n);
             change(work, n, masked);
@@ -397,6 +410,7 @@ struct Consumer : Arrivals {
 #if FT_DROPOUT && !FT_DRAWERS
             drop(work, n);
 #endif
+            read_bits<kBesideOutput>();
             round();
             wait_v();
             issue_pv();
@@ -466,8 +480,10 @@ struct Consumer : Arrivals {
         const RowResults rows = finish(work, c);
         softmax.init();
         keep(next);
+        read_bits<kBesideScores>();
         wgmma_wait<1>();
         first_probabilities(next, c);
+        read_bits<kBesideOutput>();
         wgmma_wait<0>();
         wgmma_touch(o);
         release_v();

@@ -92,22 +92,33 @@ impl Sm90Schedule {
     /// What the template is told of these choices.
     pub(super) fn softmax_constants(&self, problem: &Problem, constants: &mut Constants) {
         let columns = problem.head_dim_v.next_multiple_of(16);
-        // A wide O takes longer to multiply than the exponentials leave room for.
+        let drawn = self.drawers > 0;
+        // A wide O takes longer to multiply than the exponentials leave room for. With drawers it gains 1 to 3 % at all
+        // head dims, without a look ahead (docs/measured/2026-11-26-h200-dropout.md).
         let beside = match self.rescale {
-            Sm90Rescale::ByHeadDim => columns > 128,
+            Sm90Rescale::ByHeadDim => columns > 128 || drawn,
             chosen => chosen == Sm90Rescale::Beside,
         };
         let row_order = self.row_order.or(match columns {
+            33..=64 if drawn => "kAfterMaximum",
+            97.. if drawn => "kTogether",
             ..=64 => "kTogether",
             65..=128 => "kAfterProbability",
             _ => "kAfterMaximum",
         });
         // Steps of masked blocks wait longer for maxima.
-        let masked = if problem.masks() && columns <= 192 { "kAfterProbability" } else { row_order };
+        let rule = problem.masks() && columns <= if drawn { 96 } else { 192 };
+        let masked = if rule { "kAfterProbability" } else { row_order };
         // Where biases seed the product there is work before K and V are wanted.
         let look_ahead = match self.look_ahead {
-            Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem),
+            Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem) && !drawn,
             chosen => chosen == Sm90LookAhead::Always,
+        };
+        // Early, where registers are left for it: 2 to 4 % up to head dim 96, and 1 to 2 % above 128.
+        let read_bits = match columns {
+            ..=64 | 129.. => "kBesideScores",
+            65..=96 => "kBesideOutput",
+            _ => "kWithP",
         };
         // Eight reads of a thread are in flight; one compiles sooner.
         let scan_together = match self.scan_together {
@@ -120,6 +131,7 @@ impl Sm90Schedule {
             ("row_order", row_order.to_owned()),
             ("masked_row_order", self.masked_row_order.or(masked).to_owned()),
             ("look_ahead", look_ahead.to_string()),
+            ("read_bits", read_bits.to_owned()),
             ("scan_together", scan_together.to_string()),
         ]);
     }
@@ -156,6 +168,21 @@ mod tests {
         });
         assert_eq!(chosen, ["false", "kTogether", "kAfterMaximum", "true", "4"]);
         assert_eq!(constants(64, MaskKind::FULL, |s| s.quick = true)[4], "1");
+    }
+
+    #[test]
+    fn drawers_change_the_rules_and_no_choice() {
+        let of = |d, mask| constants(d, mask, |s| s.drawers = 1);
+        assert_eq!(of(64, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "false", "8"]);
+        assert_eq!(of(96, MaskKind::CAUSAL), ["true", "kAfterProbability", "kAfterProbability", "false", "8"]);
+        assert_eq!(of(128, MaskKind::CAUSAL), ["true", "kTogether", "kTogether", "false", "8"]);
+        let chosen = constants(192, MaskKind::CAUSAL, |s| {
+            s.drawers = 1;
+            s.rescale = Sm90Rescale::Among;
+            s.look_ahead = Sm90LookAhead::Always;
+            s.row_order = Sm90RowOrder::AfterMaximum;
+        });
+        assert_eq!(chosen, ["false", "kAfterMaximum", "kAfterMaximum", "true", "8"]);
     }
 
     #[test]
