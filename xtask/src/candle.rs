@@ -5,8 +5,7 @@ use super::{cargo, cc, root, target};
 use anyhow::Result;
 use std::process::Command;
 
-/// Builds and runs them. Of 350 s in which CI builds the workspace a fifth of two cores is left, and building candle
-/// takes 230 s of one.
+/// Builds, which takes 230 s of one core, and runs them.
 pub(crate) fn tests(args: &[String]) -> Result<Command> {
     let mut command = cargo();
     command.current_dir(root().join("bindings/candle"));

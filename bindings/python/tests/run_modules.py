@@ -4,7 +4,7 @@
 
 As many at once as are asked for, in the order given; a process has the environment's variables and those behind its
 module, and a cache of its own: what one test finds does not hang on what others do at the same time. PyTorch's import
-takes 3 s of a processor, and 15 modules want it.
+takes 3 s of a processor, and most modules want it.
 """
 
 import argparse
