@@ -9,6 +9,7 @@ use super::run;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
@@ -43,7 +44,8 @@ fn start(step: &'static str, command: &Command) -> Result<()> {
             None => last.env_remove(name),
         };
     }
-    last.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
+    // What it starts is of its group, and is stopped and ended with it.
+    last.process_group(0).stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
     let child = last.spawn().with_context(|| format!("cannot start {last:?}"))?;
     running().insert(step, Running { child, log });
     Ok(())
@@ -66,11 +68,32 @@ pub(crate) struct Guard;
 
 impl Drop for Guard {
     fn drop(&mut self) {
+        signal("KILL");
         for begun in running().values_mut() {
-            // It may have ended by itself.
-            let _ = begun.child.kill();
             let _ = begun.child.wait();
         }
+    }
+}
+
+/// While this lives, what was begun stands still: for those who look at times.
+pub(crate) struct Quiet;
+
+pub(crate) fn quiet() -> Quiet {
+    signal("STOP");
+    Quiet
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        signal("CONT");
+    }
+}
+
+/// To all that was begun and what it started. A number is another's no sooner than the child was waited for.
+fn signal(name: &str) {
+    for begun in running().values() {
+        // It may have ended by itself.
+        let _ = Command::new("kill").arg(format!("-{name}")).arg("--").arg(format!("-{}", begun.child.id())).output();
     }
 }
 
@@ -84,6 +107,14 @@ mod tests {
         command
     }
 
+    fn wait_for(state: impl Fn() -> bool) {
+        let start = std::time::Instant::now();
+        while !state() {
+            assert!(start.elapsed().as_secs() < 10, "it does not come to that");
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+    }
+
     #[test]
     fn what_was_begun_gives_the_outcome_of_its_step_or_is_ended() {
         let never = || -> Result<Command> { panic!("it was begun") };
@@ -95,9 +126,24 @@ mod tests {
         end("fails", || Ok(shell("true"))).unwrap();
         assert!(end("fails", || Ok(shell("false"))).is_err());
 
-        start("sleeps", &shell("exec sleep 600")).unwrap();
+        start("sleeps", &shell("sleep 600 & echo $!; wait")).unwrap();
+        let log = running()["sleeps"].log.clone();
+        let child = loop {
+            if let Ok(id) = std::fs::read_to_string(&log).unwrap().trim().parse::<u32>() {
+                break id;
+            }
+        };
+        let state =
+            || std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap().split(' ').nth(2).unwrap() == "T";
+        let quiet = quiet();
+        wait_for(state);
+        drop(quiet);
+        wait_for(|| !state());
         let id = running()["sleeps"].child.id();
         drop(Guard);
         assert!(!PathBuf::from(format!("/proc/{id}")).exists());
+        // Whoever takes it over may let it lie for a while.
+        let gone = || std::fs::read_to_string(format!("/proc/{child}/stat")).map_or(true, |stat| stat.contains(") Z"));
+        wait_for(gone);
     }
 }

@@ -3,9 +3,11 @@
 //! Tests of the tuner start compilers, workers and whole other tuners, and look at what came first, within which time,
 //! or whether noise hid a result. On two shared cores one of some 300 such tests now and then fails beside the others
 //! and passes alone: three changes in a row were refused for one each. Such tests are repeated alone, one after the
-//! other, and have to pass twice; the run says which they were. Tests of numbers, files, kernels and the emulator are
-//! never repeated: what moves there is a race.
+//! other, with what runs beside the steps at a stand, and have to pass twice; the run says which they were. So are
+//! others that say that the machine was too busy. Tests of numbers, files, kernels and the emulator are never repeated:
+//! what moves there is a race.
 
+use super::beside;
 use anyhow::{Context, Result, bail};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -29,6 +31,8 @@ const TIMED: [&str; 16] = [
     "watching::",
     "worker::",
 ];
+/// What a test says that found the machine too busy for what it is of.
+const BUSY: &str = "the machine is too busy";
 /// More failures than these are no accident.
 const MOST: usize = 3;
 /// How often each has to pass alone.
@@ -39,6 +43,8 @@ const TIMES: usize = 2;
 struct Failures {
     /// Names of tests.
     tests: Vec<String>,
+    /// Of those that found the machine too busy.
+    busy: Vec<String>,
     /// Arguments of cargo that name the programs, such as `-p flashtune-tuner --lib`.
     targets: Vec<String>,
     /// Programs that got as far as a list of their failures.
@@ -49,8 +55,15 @@ impl Failures {
     /// Reads lines of both outputs, in any order between the two.
     fn of<'a>(lines: impl Iterator<Item = &'a str>) -> Self {
         let mut found = Self::default();
+        // Whose output is shown.
+        let mut shown = None;
         for line in lines {
             let line = line.trim_end();
+            if let Some(name) = line.strip_prefix("---- ").and_then(|l| l.strip_suffix(" stdout ----")) {
+                shown = Some(name);
+            } else if let Some(name) = shown.filter(|_| line.contains(BUSY)) {
+                found.busy.push(name.to_owned());
+            }
             if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
                 found.tests.push(name.to_owned());
             } else if line.starts_with("test result: FAILED.") {
@@ -67,10 +80,12 @@ impl Failures {
         if self.tests.is_empty() || self.listed != self.targets.len() {
             return Some(format!("{} programs failed and {} listed their tests", self.targets.len(), self.listed));
         }
-        if self.tests.len() > MOST {
-            return Some(format!("{} tests failed", self.tests.len()));
+        let mut not_busy = self.tests.iter().filter(|name| !self.busy.contains(name));
+        let count = not_busy.clone().count();
+        if count > MOST {
+            return Some(format!("{count} tests failed"));
         }
-        let other = self.tests.iter().find(|name| !TIMED.iter().any(|timed| name.starts_with(timed)))?;
+        let other = not_busy.find(|name| !TIMED.iter().any(|timed| name.starts_with(timed)))?;
         Some(format!("{other} failed"))
     }
 }
@@ -85,6 +100,7 @@ pub(crate) fn run(test: impl Fn(&[&str]) -> Command) -> Result<()> {
     if let Some(reason) = failures.refused() {
         bail!("cargo test: {reason}");
     }
+    let _quiet = beside::quiet();
     for target in &failures.targets {
         let mut args = again(target);
         args.extend(["--", "--exact", "--test-threads=1"]);
@@ -137,9 +153,21 @@ error: 1 target failed:\n    `-p flashtune-cli --test it`\n";
     fn tests_that_watch_a_clock_are_repeated_where_they_are() {
         let failures = Failures::of(OUTPUT.lines());
         let (test, target) = ("told::b".to_owned(), "-p flashtune-cli --test it".to_owned());
-        assert_eq!(failures, Failures { tests: vec![test], targets: vec![target], listed: 1 });
+        assert_eq!(failures, Failures { tests: vec![test], busy: vec![], targets: vec![target], listed: 1 });
         assert_eq!(failures.refused(), None);
         assert_eq!(again(&failures.targets[0]), ["--workspace", "--test", "it"]);
+    }
+
+    #[test]
+    fn tests_that_found_the_machine_too_busy_are_repeated_like_them() {
+        let panicked =
+            "---- dispatch::b stdout ----\n\nthread panicked at a.rs:1:1:\nthe machine is too busy for [\"tune\"]\n";
+        let output = OUTPUT.replace("told::", "dispatch::");
+        let busy = output.replace("failures:\n", &format!("failures:\n{panicked}"));
+        assert_eq!(Failures::of(busy.lines()).refused(), None);
+        // Another's word is not its own.
+        let other = busy.replace("---- dispatch::b", "---- dispatch::c");
+        assert_eq!(Failures::of(other.lines()).refused().as_deref(), Some("dispatch::b failed"));
     }
 
     #[test]
