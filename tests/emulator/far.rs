@@ -6,7 +6,7 @@ use crate::cases::Case;
 use crate::faults::replaced;
 use crate::machine::Emulated;
 use crate::schedules::{random_sm80, random_sm80_f32, random_sm90};
-use crate::{machine, templates, try_recorded};
+use crate::{templates, try_recorded};
 use flashtune::{DType, Distribution, Mask, Problem, Program};
 use flashtune_codegen::{Arch, Family, Kernel, MaskKind, Precision, Schedule, ShapeBucket, TemplateSet};
 use flashtune_runtime::{BackwardCase, CheckInputs, Poison};
@@ -121,14 +121,11 @@ fn gradients_of_rows_far_from_zero_are_those_of_equal_weights() {
 
 #[test]
 fn without_the_difference_first_rows_are_lost() {
-    if !machine::has_compiler() {
-        return;
-    }
     let templates = templates();
     let lost = replaced(&templates, "lib/cuda/attention/far.cuh", "return kProgramFar && ", "return false && ");
-    for family in 0..4 {
+    try_recorded(0..4, Duration::MAX, |family| {
         let mut numbers = (0..PROGRAMS.len() as u64).map(|n| family * PROGRAMS.len() as u64 + n);
         let seen = numbers.any(|n| try_forward(&forward_kernel(n), &lost, n).is_err());
-        assert!(seen, "{}", forward_kernel(family * PROGRAMS.len() as u64).name());
-    }
+        if seen { Ok(()) } else { Err(forward_kernel(family * PROGRAMS.len() as u64).name()) }
+    });
 }

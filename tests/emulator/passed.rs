@@ -3,9 +3,10 @@
 //!
 //! A line of `tests/golden/emulated.txt` is a digest and a test's name. The digest is of the name and of everything
 //! that its numbers depend on: the machine, what compilers see of all templates, and the sources of `codegen`, of
-//! `runtime` (reference, cases, what programs read) and of these tests, unit tests aside. Where one of them changes,
-//! every number is tried; where none does, one in sixteen is, others in each run. `FLASHTUNE_BLESS=1` tries all numbers
-//! and writes the lines of the tests that passed: `FLASHTUNE_BLESS=1 cargo xtask test -p flashtune --test emulator`.
+//! `runtime` (reference, cases, what programs read) and of these tests, less comments and unit tests. Where one of them
+//! changes, every number is tried; where none does, one in 32 is, others in each run. `FLASHTUNE_BLESS=1` tries all
+//! numbers and writes the lines of the tests that passed:
+//! `FLASHTUNE_BLESS=1 cargo xtask test -p flashtune --test emulator`.
 
 use crate::machine;
 use flashtune::TEMPLATES_VARIABLE;
@@ -23,7 +24,7 @@ type Lines = BTreeMap<String, String>;
 
 static RECORDED: LazyLock<Lines> = LazyLock::new(|| {
     let text = std::fs::read_to_string(path()).unwrap_or_default();
-    let lines = text.lines().filter_map(|line| line.split_once(' '));
+    let lines = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(' '));
     lines.map(|(digest, name)| (digest.to_owned(), name.to_owned())).collect()
 });
 
@@ -37,7 +38,7 @@ fn root() -> &'static Path {
 
 /// Whether what has a line is tried nevertheless.
 pub fn tried_again() -> bool {
-    rand::random_ratio(1, 16)
+    rand::random_ratio(1, 32)
 }
 
 /// A test that has numbers, by the name of its thread.
@@ -92,13 +93,27 @@ static EVERYTHING: LazyLock<String> = LazyLock::new(|| {
         sources(&root().join(folder), &mut files);
         files.sort();
         for file in files {
-            let content = std::fs::read(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+            let content = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
             let name = file.strip_prefix(root()).expect("below the root").display().to_string();
-            text += &format!("{name} {}\n", Key::of(&content));
+            text += &format!("{name} {}\n", Key::of(code_of(&content).as_bytes()));
         }
     }
     Key::of(text.as_bytes()).to_string()
 });
+
+/// The lines of a file of Rust that are no comment, up to its unit tests.
+fn code_of(text: &str) -> String {
+    let before_tests = text.split_once("\n#[cfg(test)]\nmod tests {").map_or(text, |(code, _)| code);
+    let lines = before_tests.lines().filter(|line| !line.trim_start().starts_with("//"));
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+#[test]
+fn comments_and_unit_tests_are_no_code() {
+    let text = "//! Doc.\nfn f() {\n    // Why.\n    g(\"//\");\n}\n\n#[cfg(test)]\nmod tests {\n    fn t() {}\n}\n";
+    assert_eq!(code_of(text), "fn f() {\n    g(\"//\");\n}\n");
+    assert_ne!(code_of(&text.replace("g(", "h(")), code_of(text));
+}
 
 /// Rust below a folder, less files of unit tests.
 fn sources(folder: &Path, out: &mut Vec<PathBuf>) {

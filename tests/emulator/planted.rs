@@ -3,7 +3,7 @@
 //!
 //! A line of `tests/golden/planted.txt` is a digest and the fault's name. The digest is of the name, the machine, and
 //! the text of the family with the fault in it, less comments: a template that changes has all faults of its families
-//! planted again. So is one in sixteen of those that have a line, others in each run. What the digest leaves out is the
+//! planted again. So is one in 32 of those that have a line, others in each run. What the digest leaves out is the
 //! test's own: schedules, sizes and data. Who changes those deletes the file first. `FLASHTUNE_BLESS=1` plants what
 //! has no line and writes the lines of all that there is:
 //! `FLASHTUNE_BLESS=1 cargo test -p flashtune --test emulator faults`.

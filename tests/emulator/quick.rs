@@ -1,19 +1,17 @@
 //! What `Schedule::quick` promises: the bits of the schedule that it stands in for.
 
 use crate::cases::Case;
-use crate::machine::{self, Emulated};
-use crate::{PROGRAMS, templates};
+use crate::machine::Emulated;
+use crate::{PROGRAMS, templates, try_recorded};
 use flashtune::{DType, Distribution, Mask, Program};
 use flashtune_codegen::{Family, Kernel, MaskKind, Problem, Schedule, ShapeBucket};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
+use std::time::Duration;
 
 /// The schedule that answers while another is being compiled must not be told from it.
 #[test]
 fn quick_schedules_give_the_same_bits() {
-    if !machine::has_compiler() {
-        return;
-    }
     let templates = templates();
     let causal = |d| Problem::forward(DType::Bf16, d, MaskKind::CAUSAL).expect("legal");
     let window = MaskKind { left: true, right: true };
@@ -27,7 +25,8 @@ fn quick_schedules_give_the_same_bits() {
         Problem::forward(DType::Bf16, 64, window).expect("legal"),
         causal(64).with_program(program(PROGRAMS[21])),
     ];
-    let compare = &|seed: u64, problem: Problem| {
+    try_recorded(0..problems.len() as u64, Duration::MAX, |number| {
+        let (seed, problem) = (number + 1, problems[number as usize]);
         let bucket = ShapeBucket { parallel: 16, group: 4, q_len: 300, kv_len: 4096, ..Default::default() };
         let arch = "sm_90a".parse().expect("an arch");
         let schedule = Schedule::default_for(Family::ForwardSm90, &problem, arch, &bucket).expect("supported");
@@ -46,26 +45,26 @@ fn quick_schedules_give_the_same_bits() {
             below: (4.5 * (problem.head_dim_qk as f32).sqrt()).sqrt(),
             ..case
         };
-        for n in 0..10 {
+        // Ten cases, and as many more as it takes to have four without infinities and NaN.
+        for n in 0..40 {
+            if n >= 10 && compared >= 4 {
+                break;
+            }
             let case = Case::random(&kernels[0], &mut rng);
             let case = if n < 4 && (problem.mask.left || !problem.mask.right) { low(30 + 20 * n, case) } else { case };
             let expected = case.expected(&kernels[0]);
-            let [a, b] = [0, 1].map(|i| {
-                expected
-                    .run(&kernels[i], &mut machines[i], seed, 3)
-                    .unwrap_or_else(|e| panic!("{} {case:?}: {e}", kernels[i].name()))
-            });
+            let mut run = |i: usize| {
+                let run = expected.run(&kernels[i], &mut machines[i], seed, 3);
+                run.map_err(|e| format!("{} {case:?}: {e}", kernels[i].name()))
+            };
+            let (a, b) = (run(0)?, run(1)?);
             if expected.is_finite() {
-                assert!(a == b, "{} {case:?}: other bits", kernels[1].name());
+                if a != b {
+                    return Err(format!("{} {case:?}: other bits", kernels[1].name()));
+                }
                 compared += 1;
             }
         }
-        compared
-    };
-    let compared: usize = std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            (1u64..).zip(problems).map(|(seed, problem)| scope.spawn(move || compare(seed, problem))).collect();
-        threads.into_iter().map(|t| t.join().expect("the same bits")).sum()
+        if compared >= 4 { Ok(()) } else { Err(format!("{}: {compared} compared", kernels[0].name())) }
     });
-    assert!(compared >= 24, "{compared}");
 }

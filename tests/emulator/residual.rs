@@ -5,7 +5,7 @@ use crate::backward::{Loaded, Machine, SHORT, random_case, try_backward};
 use crate::cases::Case;
 use crate::faults::replaced;
 use crate::schedules::{random_sm80, random_sm90};
-use crate::{DTYPES, PROGRAMS, machine, planted, search_with, setting, templates, try_each, try_kernel};
+use crate::{DTYPES, PROGRAMS, machine, planted, search_with, setting, templates, try_each, try_kernel, try_recorded};
 use flashtune::{Distribution, Layout, Mask, Program, Shape};
 use flashtune_codegen::{
     Arch, Family, Kernel, KvKind, MaskKind, Problem, Schedule, ShapeBucket, Sm80Schedule, Sm90Schedule, TemplateSet,
@@ -80,12 +80,10 @@ fn gradients_by_what_o_lost() {
 /// gradients have, twice.
 #[test]
 fn rows_of_one_key_have_all_digits_by_what_o_lost() {
-    if !machine::has_compiler() {
-        return;
-    }
     let families =
         [(Family::BackwardSm90, "sm_90a"), (Family::BackwardSm80, "sm_80"), (Family::BackwardNaive, "sm_75")];
-    for ((family, arch), residual) in families.into_iter().flat_map(|f| [(f, true), (f, false)]) {
+    try_recorded(0..6, Duration::MAX, |number| {
+        let ((family, arch), residual) = (families[number as usize / 2], number % 2 == 0);
         let problem = Problem::forward(DTYPES[1], 64, MaskKind::FULL).expect("legal").with_residual(residual);
         let problem = problem.backward();
         let kernel = default_of(family, problem, arch);
@@ -95,9 +93,12 @@ fn rows_of_one_key_have_all_digits_by_what_o_lost() {
         let case = BackwardCase::peaked(device, &problem, &shape, &inputs).expect("a case");
         for [own, unfused] in case.peaked_errors(&Loaded(kernel)).expect("it runs") {
             println!("{family} residual {residual}: {:.3} % off, unfused {:.3} %", own * 100.0, unfused * 100.0);
-            assert!(own <= if residual { 0.003 } else { 2.0 * unfused }, "{family} {residual}: {own} {unfused}");
+            if own > if residual { 0.003 } else { 2.0 * unfused } {
+                return Err(format!("{family} {residual}: {own} {unfused}"));
+            }
         }
-    }
+        Ok(())
+    });
 }
 
 #[test]

@@ -25,10 +25,9 @@ fn the_quick_check_of_one_problem_passes_on_every_instruction_set_of_the_host() 
         let mut check = place.flashtune(&["check", "--problem", problem, "--schedules", "0", "--json"]);
         check.args(["--kernel", "forward-"]);
         check.env("FLASHTUNE_CPU_ISA", isa.name());
-        // Ragged kernels without vector instructions take the optimiser 6 s each.
-        if isa == highest {
-            check.env("KERNELS_OPTIMISED", "1");
-        }
+        // Ragged kernels without vector instructions take the optimiser 6 s each, and run for 42 s without it: 29 s in
+        // all with a little of it, 48 with none.
+        check.env("KERNELS_OPTIMISED", if isa == highest { "1" } else { "little" });
         let report = common::json(&mut check);
         assert!(report["device"].as_str().unwrap().contains(isa.name()), "{report}");
         assert!(report["kernels"].as_u64().unwrap() >= 6 && report["checks"].as_u64().unwrap() >= 60, "{report}");

@@ -5,8 +5,9 @@
 //! time of `-O3` (`-O1` four tenths: 396 s of tests/it for 361). Ragged kernels, which are the longest and of which
 //! tests ask where things lie, are not optimised and not inlined, in a tenth of the time; dense ones, which tests time
 //! and tune, would then run ten times as long as they compile. The tests of Python, which took 300 s of two cores, have
-//! it too. What the optimiser makes of kernels is seen by the quick check on the host's widest instruction set, which
-//! asks for it by `KERNELS_OPTIMISED=1`, and by the test of the wheel, which has the compiler itself.
+//! it too; where ragged kernels run for long `KERNELS_OPTIMISED=little` has them by -O1. What the optimiser makes of
+//! kernels is seen by the quick check on the host's widest instruction set, which asks for it by `KERNELS_OPTIMISED=1`,
+//! and by the test of the wheel, which has the compiler itself.
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::PermissionsExt;

@@ -2,7 +2,7 @@
 
 use super::{Fault, replaced};
 use crate::ragged::{free_pieces, try_ragged};
-use crate::{machine, templates};
+use crate::templates;
 use flashtune::DType;
 use flashtune_codegen::{
     Kernel, KvKind, MaskKind, Problem, Schedule, Sm90RaggedSchedule, Sm90Schedule, Sm90Scheduler, TemplateSet,
@@ -209,11 +209,10 @@ pub fn verdict(set: &TemplateSet, number: u64, what: &str) -> String {
 /// The same batches without a fault: nothing is said, and they are what the faults are about.
 #[test]
 fn batches_of_faults_pass_where_none_is_planted() {
-    if !machine::has_compiler() {
-        return;
-    }
     let (kernel, set) = (kernel(), prepared(&templates(), "slots"));
-    for (seed, what) in (70..).zip(["slots", "no page", "page", "piece", "rows"]) {
+    let all = ["slots", "no page", "page", "piece", "rows"];
+    crate::try_recorded(0..all.len() as u64, std::time::Duration::MAX, |number| {
+        let (seed, what) = (70 + number, all[number as usize]);
         // A search that finds something is right, and breaks down in this kernel: of NaN that is seen, and of what lies
         // behind the last key of a pack, which no one clears.
         let calm = |rng: &mut StdRng| {
@@ -221,8 +220,8 @@ fn batches_of_faults_pass_where_none_is_planted() {
             let index = if batch.index == Index::Packed { Index::Slots } else { batch.index };
             RaggedBatch { nan: false, index, ..batch }
         };
-        let reached = try_ragged(&kernel, &set, 3, seed, calm).unwrap_or_else(|e| panic!("{what}: {e}"));
-        assert!(what != "piece" || reached.split >= 2, "{reached:?}");
-        assert!(!what.contains("page") || reached.in_pages >= 2, "{reached:?}");
-    }
+        let reached = try_ragged(&kernel, &set, 3, seed, calm).map_err(|e| format!("{what}: {e}"))?;
+        let enough = (what != "piece" || reached.split >= 2) && (!what.contains("page") || reached.in_pages >= 2);
+        if enough { Ok(()) } else { Err(format!("{what}: {reached:?}")) }
+    });
 }

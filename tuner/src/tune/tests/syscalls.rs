@@ -12,8 +12,8 @@ use std::process::{Command, Stdio};
 
 /// Where the traced process finds the cache, and the file in which it notes compilations and launches.
 const PLACE: &str = "FLASHTUNE_TRACED_PLACE";
-/// How many of the calls there is time for.
-const POINTS: u64 = 20;
+/// How many of the calls there is time for, others in each run.
+const POINTS: u64 = 10;
 
 /// A device on which times depend on nothing but the schedule.
 fn exact() -> Arc<PaperDevice> {
@@ -106,7 +106,9 @@ fn a_tuner_that_is_killed_at_any_system_call_loses_the_running_measurement_at_mo
     let points = std::env::var("FLASHTUNE_CRASH_POINTS").ok().and_then(|n| n.parse().ok()).unwrap_or(POINTS);
     let points = points.clamp(2, calm.stops);
     let (mut killed, mut lost) = (0, 0);
-    for at in (0..points).map(|i| 1 + i * (calm.stops - 1) / (points - 1)) {
+    // One in each of so many parts.
+    let part = |i: u64| 1 + i * calm.stops / points..1 + (i + 1) * calm.stops / points;
+    for at in (0..points).map(|i| rand::random_range(part(i))) {
         anew();
         let traced = traced_tuner(&place, Some(at)).unwrap();
         let what = format!("{at} of {} stops", calm.stops);
