@@ -93,10 +93,10 @@ impl Sm90Schedule {
     pub(super) fn softmax_constants(&self, problem: &Problem, constants: &mut Constants) {
         let columns = problem.head_dim_v.next_multiple_of(16);
         let drawn = self.drawers > 0;
-        // A wide O takes longer to multiply than the exponentials leave room for. With drawers it gains 1 to 3 % at all
-        // head dims, without a look ahead (docs/measured/2026-11-26-h200-dropout.md).
+        // A wide O takes longer to multiply than the exponentials leave room for. With drawers it gains 1 to 3 % above
+        // head dim 32, without a look ahead above 48 (docs/measured/2026-11-26-h200-dropout.md).
         let beside = match self.rescale {
-            Sm90Rescale::ByHeadDim => columns > 128 || drawn,
+            Sm90Rescale::ByHeadDim => columns > if drawn { 32 } else { 128 },
             chosen => chosen == Sm90Rescale::Beside,
         };
         let row_order = self.row_order.or(match columns {
@@ -111,7 +111,7 @@ impl Sm90Schedule {
         let masked = if rule { "kAfterProbability" } else { row_order };
         // Where biases seed the product there is work before K and V are wanted.
         let look_ahead = match self.look_ahead {
-            Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem) && !drawn,
+            Sm90LookAhead::ByHeadDim => columns <= if drawn { 48 } else { 192 } && !self.seeds(problem),
             chosen => chosen == Sm90LookAhead::Always,
         };
         // Early, where registers are left for it: 2 to 4 % up to head dim 96, and 1 to 2 % above 128.
@@ -142,23 +142,28 @@ mod tests {
     use super::*;
     use crate::{DType, MaskKind};
 
-    fn constants(d: u32, mask: MaskKind, change: impl Fn(&mut Sm90Schedule)) -> [String; 5] {
+    fn constants(d: u32, mask: MaskKind, change: impl Fn(&mut Sm90Schedule)) -> [String; 6] {
         let problem = Problem::forward(DType::Bf16, d, mask).unwrap();
         let mut schedule = Sm90Schedule::default();
         change(&mut schedule);
         let mut constants = Constants::new();
         schedule.softmax_constants(&problem, &mut constants);
-        ["rescale_beside", "row_order", "masked_row_order", "look_ahead", "scan_together"]
+        ["rescale_beside", "row_order", "masked_row_order", "look_ahead", "scan_together", "read_bits"]
             .map(|name| constants[name].clone())
+    }
+
+    /// Of [`constants`], when O is multiplied, both orders, and whether arrivals are asked for early.
+    fn softmax(all: [String; 6]) -> Vec<String> {
+        all[..4].to_vec()
     }
 
     #[test]
     fn head_dims_decide_unless_the_schedule_does() {
-        let of = |d, mask| constants(d, mask, |_| {});
-        assert_eq!(of(64, MaskKind::FULL), ["false", "kTogether", "kTogether", "true", "8"]);
-        assert_eq!(of(128, MaskKind::CAUSAL), ["false", "kAfterProbability", "kAfterProbability", "true", "8"]);
-        assert_eq!(of(192, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterProbability", "true", "8"]);
-        assert_eq!(of(256, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterMaximum", "false", "8"]);
+        let of = |d, mask| softmax(constants(d, mask, |_| {}));
+        assert_eq!(of(64, MaskKind::FULL), ["false", "kTogether", "kTogether", "true"]);
+        assert_eq!(of(128, MaskKind::CAUSAL), ["false", "kAfterProbability", "kAfterProbability", "true"]);
+        assert_eq!(of(192, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterProbability", "true"]);
+        assert_eq!(of(256, MaskKind::CAUSAL), ["true", "kAfterMaximum", "kAfterMaximum", "false"]);
         let chosen = constants(256, MaskKind::CAUSAL, |s| {
             s.rescale = Sm90Rescale::Among;
             s.row_order = Sm90RowOrder::Together;
@@ -166,23 +171,34 @@ mod tests {
             s.look_ahead = Sm90LookAhead::Always;
             s.scan_together = 4;
         });
-        assert_eq!(chosen, ["false", "kTogether", "kAfterMaximum", "true", "4"]);
+        assert_eq!(chosen[..5], ["false", "kTogether", "kAfterMaximum", "true", "4"]);
+        assert_eq!(constants(64, MaskKind::FULL, |_| {})[4], "8");
         assert_eq!(constants(64, MaskKind::FULL, |s| s.quick = true)[4], "1");
     }
 
     #[test]
     fn drawers_change_the_rules_and_no_choice() {
-        let of = |d, mask| constants(d, mask, |s| s.drawers = 1);
-        assert_eq!(of(64, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "false", "8"]);
-        assert_eq!(of(96, MaskKind::CAUSAL), ["true", "kAfterProbability", "kAfterProbability", "false", "8"]);
-        assert_eq!(of(128, MaskKind::CAUSAL), ["true", "kTogether", "kTogether", "false", "8"]);
+        let of = |d, mask| softmax(constants(d, mask, |s| s.drawers = 1));
+        assert_eq!(of(32, MaskKind::FULL), ["false", "kTogether", "kTogether", "true"]);
+        assert_eq!(of(48, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "true"]);
+        assert_eq!(of(64, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "false"]);
+        assert_eq!(of(96, MaskKind::CAUSAL), ["true", "kAfterProbability", "kAfterProbability", "false"]);
+        assert_eq!(of(128, MaskKind::CAUSAL), ["true", "kTogether", "kTogether", "false"]);
         let chosen = constants(192, MaskKind::CAUSAL, |s| {
             s.drawers = 1;
             s.rescale = Sm90Rescale::Among;
             s.look_ahead = Sm90LookAhead::Always;
             s.row_order = Sm90RowOrder::AfterMaximum;
         });
-        assert_eq!(chosen, ["false", "kAfterMaximum", "kAfterMaximum", "true", "8"]);
+        assert_eq!(softmax(chosen), ["false", "kAfterMaximum", "kAfterMaximum", "true"]);
+    }
+
+    #[test]
+    fn bits_are_read_as_early_as_registers_allow() {
+        let dims = [16, 64, 72, 96, 112, 128, 144, 256];
+        let places = dims.map(|d| constants(d, MaskKind::FULL, |s| s.drawers = 1)[5].clone());
+        let (early, middle, late) = ("kBesideScores", "kBesideOutput", "kWithP");
+        assert_eq!(places, [early, early, middle, middle, late, late, early, early]);
     }
 
     #[test]
