@@ -8,4 +8,4 @@ pub use flashtune_codegen::{Arch, CpuIsa, SmArch};
 #[doc(inline)]
 pub use flashtune_runtime::cuda::{Element, SliceTensor, driver_present, read_slice, write_slice};
 #[doc(inline)]
-pub use flashtune_runtime::{CpuDevice, CudaDevice, Device};
+pub use flashtune_runtime::{Buffer, CpuDevice, CudaDevice, Device};

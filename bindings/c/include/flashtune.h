@@ -842,6 +842,17 @@ typedef struct flashtune_forward_args {
   const float *o_scale;
 } flashtune_forward_args;
 
+// A tensor of DLPack with its owner, as `flashtune_empty_dl` gives it: the same layout as DLManagedTensor of
+// dlpack.h, in the place of which it may be passed.
+typedef struct flashtune_dl_managed_tensor {
+  // The tensor.
+  struct flashtune_dl_tensor dl_tensor;
+  // The library's own.
+  void *manager_ctx;
+  // Gives the tensor and its memory back; called once, with the address of this struct.
+  void (*deleter)(struct flashtune_dl_managed_tensor *tensor);
+} flashtune_dl_managed_tensor;
+
 // A parallel loop of the host: calls `member` with `of` up to `members` times, at the same time on different threads
 // as far as there are any, and returns when all these calls have returned. Fewer calls than asked for are right, if
 // slower. `context` is what `flashtune_options` has. It is called from every thread that computes, and must not
@@ -1221,6 +1232,36 @@ flashtune_status flashtune_forward_dl(flashtune_engine engine,
 flashtune_status flashtune_prepare_dl(flashtune_engine engine,
                                       const struct flashtune_dl_tensors *tensors,
                                       const struct flashtune_forward_args *args);
+
+// New uninitialised memory on the engine's device, compact and row-major, as a DLManagedTensor (of DLPack before
+// version 1, which every library takes). Whoever takes it over calls `(*tensor)->deleter(*tensor)` once, on any
+// thread, also when the engine is closed: that waits for work that uses the memory, and gives it back.
+//
+// `shape`: `ndim` sizes, 0 to 8 of them. `code`, `bits`: of an element, a DLDataTypeCode and 8, 16, 32 or 64.
+// `tensor`: receives it, NULL on failure.
+//
+// For results of few calls: on CUDA it is an allocation of the driver's, with no pool.
+//
+// Fails with INVALID_ARGUMENT; with UNSUPPORTED for an engine in a context of the host's own, whose GPU has no number;
+// and with DEVICE where there is no room.
+//
+// # Safety
+// `shape` has `ndim` numbers, and `tensor` is NULL or writable.
+flashtune_status flashtune_empty_dl(flashtune_engine engine,
+                                    const int64_t *shape,
+                                    int32_t ndim,
+                                    uint8_t code,
+                                    uint8_t bits,
+                                    struct flashtune_dl_managed_tensor **tensor);
+
+// Waits for all work that was launched on a stream of the engine's device, and reports its errors. On the CPU it
+// returns at once.
+//
+// Fails with INVALID_ARGUMENT for what is no stream, and with DEVICE.
+//
+// # Safety
+// `cuda_stream` is NULL or a live CUstream of the engine's context.
+flashtune_status flashtune_synchronize(flashtune_engine engine, void *cuda_stream);
 
 // Opens an engine. Compiles no kernel and writes nothing. One engine serves all threads of a program.
 //

@@ -10,8 +10,9 @@
 //! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
 //! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`,
-//! `program.rs`, `block_mask.rs`, `dlpack.rs`), registers the fork handler (`fork.rs`), and passes on the caller's
-//! promise about tensors (`forward.rs`, `backward.rs`, `ragged.rs`).
+//! `program.rs`, `block_mask.rs`, `dlpack.rs`), gives memory away and takes it back (`dlpack_results.rs`), registers
+//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`,
+//! `ragged.rs`).
 
 // What is `pub` is in the header, which cbindgen generates.
 #![allow(unreachable_pub)]
@@ -20,6 +21,7 @@ mod append;
 mod backward;
 mod block_mask;
 mod dlpack;
+mod dlpack_results;
 mod engine_handle;
 mod error;
 mod explain;
@@ -45,6 +47,7 @@ pub use append::{
 pub use backward::{BACKWARD_SCALE, BackwardArgs, flashtune_backward, flashtune_prepare_backward};
 pub use block_mask::{flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy};
 pub use dlpack::{flashtune_forward_dl, flashtune_prepare_dl};
+pub use dlpack_results::{flashtune_empty_dl, flashtune_synchronize};
 pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;

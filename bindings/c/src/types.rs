@@ -476,6 +476,19 @@ pub struct DlTensor {
     pub byte_offset: u64,
 }
 
+/// A tensor of DLPack with its owner, as `flashtune_empty_dl` gives it: the same layout as DLManagedTensor of
+/// dlpack.h, in the place of which it may be passed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlManagedTensor {
+    /// The tensor.
+    pub dl_tensor: DlTensor,
+    /// The library's own.
+    pub manager_ctx: *mut c_void,
+    /// Gives the tensor and its memory back; called once, with the address of this struct.
+    pub deleter: Option<unsafe extern "C" fn(tensor: *mut DlManagedTensor)>,
+}
+
 /// The tensors of `flashtune_forward_dl`. Fill it with zeros, then set what it has.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]

@@ -141,6 +141,46 @@ static void hostile(void) {
     CASE((c.lse.bits = 16), tensor, "tensor lse: dtype");
 }
 
+/* Memory of the library's as O: taken over and given back as by another library's from_dlpack. */
+static void results(void) {
+    const flashtune_status argument = FLASHTUNE_STATUS_INVALID_ARGUMENT;
+    const int64_t shape[9] = {1, ROWS, HEADS, DIM}, huge[2] = {INT64_MAX, 3}, negative[1] = {-1}, none[2] = {0, 5};
+    flashtune_dl_managed_tensor *t = (void *)&shape;
+    struct call c;
+    good(&c);
+    expect("empty", flashtune_empty_dl(engine, shape, 4, 2, 32, &t), FLASHTUNE_STATUS_OK, "");
+    const int64_t *has = t->dl_tensor.strides;
+    if (has[0] != N || has[1] != HEADS * DIM || has[2] != DIM || has[3] != 1) failures++, fprintf(stderr, "strides\n");
+    memset(t->dl_tensor.data, 0xff, N * sizeof(float));
+    c.tensors.o = &t->dl_tensor;
+    expect("into it", flashtune_forward_dl(engine, &c.tensors, &c.args), FLASHTUNE_STATUS_OK, "");
+    memcpy(o, t->dl_tensor.data, sizeof o);
+    same("into it");
+    t->deleter(t);
+    expect("nothing", flashtune_empty_dl(engine, none, 2, 0, 8, &t), FLASHTUNE_STATUS_OK, "");
+    if (t->dl_tensor.strides[0] != 5) failures++, fprintf(stderr, "strides of nothing\n");
+    t->deleter(t);
+    expect("a number", flashtune_empty_dl(engine, NULL, 0, 2, 64, &t), FLASHTUNE_STATUS_OK, "");
+    t->deleter(t);
+#define BAD(status, word, ...)                                                                             \
+    do {                                                                                                   \
+        t = (void *)&shape;                                                                                \
+        expect(#__VA_ARGS__, flashtune_empty_dl(__VA_ARGS__), status, word);                               \
+        if (t != NULL) failures++, fprintf(stderr, #__VA_ARGS__ ": a stale address\n");                    \
+    } while (0)
+    BAD(argument, "ndim is 9", engine, shape, 9, 2, 32, &t);
+    BAD(argument, "ndim is -1", engine, shape, -1, 2, 32, &t);
+    BAD(argument, "shape is null", engine, NULL, 1, 2, 32, &t);
+    BAD(argument, "shape[0] is -1", engine, negative, 1, 2, 32, &t);
+    BAD(argument, "bits is 4", engine, shape, 4, 2, 4, &t);
+    BAD(argument, "more bytes", engine, huge, 2, 2, 32, &t);
+    BAD(FLASHTUNE_STATUS_INVALID_HANDLE, "engine", 5, shape, 4, 2, 32, &t);
+    expect("no place", flashtune_empty_dl(engine, shape, 4, 2, 32, NULL), argument, "null");
+    expect("waits", flashtune_synchronize(engine, NULL), FLASHTUNE_STATUS_OK, "");
+    expect("a stream", flashtune_synchronize(engine, &c), argument, "stream");
+    expect("no engine", flashtune_synchronize(5, NULL), FLASHTUNE_STATUS_INVALID_HANDLE, "engine");
+}
+
 int main(void) {
     flashtune_options p = {.struct_size = sizeof p, .device = "cpu"};
     if (sizeof(flashtune_dl_tensor) != 48 || flashtune_engine_open(&p, &engine)) return 1;
@@ -148,6 +188,7 @@ int main(void) {
         q[i] = (float)(i * 7 % 11) / 8, k[i] = (float)(i * 5 % 13) / 8, v[i] = (float)(i * 3 % 17) / 8;
     computes();
     hostile();
+    results();
     computes();
     printf("%d cases, %d failures\n", cases, failures);
     return failures != 0 || cases < 100;

@@ -1,13 +1,14 @@
 """Tensors of any library that exports DLPack, such as arrays of JAX and CuPy, for the length of one call.
 
-A capsule is taken when the call begins and its deleter called when it ends, once. Results are new memory that the
-caller's library takes over by its ``from_dlpack``; their deleter is C's ``free``, so that whichever thread lets go of
-one, at whatever time, runs no Python.
+A capsule is taken when the call begins and its deleter called when it ends, once. Where results come from says
+:mod:`flashtune._other_libraries`; those on the host are new memory whose deleter is C's ``free``, so that whichever
+thread lets go of one, at whatever time, runs no Python.
 """
 
+import contextlib
 import ctypes
 import math
-import sys
+import threading
 
 from ._library import BF16, F16, F32
 from .errors import InvalidTensor, Unsupported
@@ -20,7 +21,8 @@ _DTYPES = {
     (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }  # fmt: skip
 _CODES = {name: code for code, name in _DTYPES.items()}
-_HOST, _CUDA = (1, 3), (2, 13)
+# DLDeviceType: with memory that is pinned, and memory that is managed.
+HOST, CUDA = (1, 3), (2, 13)
 _READ_ONLY, _COPIED = 1, 2
 _MOST_AXES = 8
 # Where elements of a result begin: what JAX asks for, to take memory over as it is.
@@ -81,6 +83,9 @@ _free = ctypes.cast(_libc.free, ctypes.c_void_p).value
 class View:
     """A tensor that was taken: its address, shape, strides in elements, and the name of its dtype."""
 
+    # The caller's tensor that this is a view of, and the home that results beside it are made by.
+    of, home = None, None
+
     def __init__(self, capsule, managed, kind):
         self.capsule, self.managed, self.kind = capsule, managed, kind
         self.read_only = False
@@ -112,9 +117,9 @@ class View:
                 f"{name} has elements of DLPack's code {t.code}, {t.bits} bits and {t.lanes} lanes; convert it to one "
                 f"of {', '.join(_CODES)}"
             )
-        if t.device_type in _HOST:
+        if t.device_type in HOST:
             self.device = "cpu"
-        elif t.device_type in _CUDA:
+        elif t.device_type in CUDA:
             self.device = f"cuda:{t.device_id}"
         else:
             raise Unsupported(
@@ -139,7 +144,7 @@ class View:
     __del__ = release
 
     def __dlpack_device__(self):
-        return 1, 0
+        return (1, 0) if self.device == "cpu" else (2, int(self.device[5:]))
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         return self.capsule
@@ -176,6 +181,44 @@ def take(name, t, stream=None):
     )
 
 
+def adopted(managed, what):
+    """A tensor of which this process has the description, as a :class:`View` whose capsule a library may take."""
+    return View(_capsule(managed, _FRESH, None), managed, _Managed).read(what)
+
+
+def is_taken(view):
+    """Whether somebody has taken what is in the capsule of :func:`adopted`, and owns it; if not, nobody can from now
+    on."""
+    if _is_valid(view.capsule, _FRESH):
+        _rename(view.capsule, _USED)
+        return False
+    return True
+
+
+def code_of(dtype):
+    """DLPack's code and bits of a dtype."""
+    return _CODES[dtype]
+
+
+class _Call(threading.local):
+    """The stream of the call that a thread is in."""
+
+    stream = 0
+
+
+_call = _Call()
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    """Calls of this thread on tensors that were taken go to a stream."""
+    before, _call.stream = _call.stream, stream
+    try:
+        yield
+    finally:
+        _call.stream = before
+
+
 def result(shape, dtype):
     """New memory on the host, as a :class:`View` whose capsule a library may take: one block with the description
     before the elements, which C's ``free`` gives back."""
@@ -196,23 +239,11 @@ def result(shape, dtype):
     t.data, t.device_type, t.ndim, t.code, t.bits, t.lanes = managed + head, 1, len(shape), code, bits, 1
     t.shape = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
     t.strides = ctypes.cast(sizes + 8 * len(shape), ctypes.POINTER(ctypes.c_int64))
-    return View(_capsule(managed, _FRESH, None), managed, _Managed).read("a result")
-
-
-def handed_over(view, from_dlpack):
-    """A result as a tensor of the caller's library."""
-    try:
-        return from_dlpack(view)
-    finally:
-        # Who renamed the capsule owns the memory; else it is ours, and nobody can take it any more.
-        if _is_valid(view.capsule, _FRESH):
-            _rename(view.capsule, _USED)
-        else:
-            view.managed = None
+    return adopted(managed, "a result")
 
 
 class Views:
-    """The adapter of tensors that were taken: those of the host. As :class:`flashtune._tensors.NumPy`."""
+    """The adapter of tensors that were taken. As :class:`flashtune._tensors.NumPy`."""
 
     def by_operator(self, _q, _k, _v, _program=None):
         return False
@@ -281,19 +312,16 @@ class Views:
         return t.address, t.shape, t.strides, t.dtype
 
     def empty(self, shape, like):
-        return result(tuple(shape), like.dtype)
+        return like.home.empty(tuple(shape), like.dtype)
 
     def empty_like(self, like):
-        return result(like.shape, like.dtype)
+        return like.home.empty(like.shape, like.dtype)
 
-    def empty_lse(self, shape, _like):
-        return result(tuple(shape), "float32")
+    def empty_lse(self, shape, like):
+        return like.home.empty(tuple(shape), "float32")
 
-    def full(self, n, value, dtype, _like):
-        t = result((n,), dtype)
-        kinds = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
-        (kinds[dtype] * n).from_address(t.address)[:] = [value] * n
-        return t
+    def full(self, n, value, dtype, like):
+        return like.home.full(n, value, dtype)
 
     def is_writeable(self, t):
         return not t.read_only
@@ -302,76 +330,4 @@ class Views:
         return t.address
 
     def stream(self, _device):
-        return 0
-
-
-def _is_foreign(t):
-    return hasattr(t, "__dlpack__") and hasattr(t, "__dlpack_device__") and type(t) is not View
-
-
-def library_of(t):
-    """``from_dlpack`` of a tensor's library, or None."""
-    space = None
-    if hasattr(t, "__array_namespace__"):
-        space = t.__array_namespace__()
-    if not hasattr(space, "from_dlpack"):
-        space = sys.modules.get(type(t).__module__.partition(".")[0])
-    return getattr(space, "from_dlpack", None)
-
-
-def through(function, arguments):
-    """Calls a function of this package whose first tensor is of no library that it knows: with :class:`View` in the
-    place of all that export DLPack, and with results of the caller's library."""
-    q = next(iter(v for name, v in arguments.items() if name != "self"))
-    others = arguments.pop("others", {})
-    arguments = {**arguments, **others}
-    taken, results = {}, []
-    stands_for = {}
-
-    def one(name, t):
-        if not _is_foreign(t):
-            return t
-        if id(t) not in taken:
-            kind, number = t.__dlpack_device__()
-            if kind not in _HOST:
-                raise Unsupported(
-                    f"{name} is a {type(t).__name__} on a device of DLPack's type {int(kind)}; of other libraries "
-                    "arrays on the cpu are taken, on a GPU tensors of PyTorch (torch.from_dlpack(array) shares their "
-                    "memory)"
-                )
-            view = taken[id(t)] = take(name, t)
-            stands_for[id(view)] = t
-            if view.device != "cpu":
-                raise InvalidTensor(
-                    f"{name} is on the cpu by __dlpack_device__, on {view.device} by its capsule; check its exporter"
-                )
-            # They are immutable, and their capsules do not say so.
-            view.read_only |= type(t).__module__.partition(".")[0] in ("jax", "jaxlib")
-        return taken[id(t)]
-
-    try:
-        from_dlpack = library_of(q)
-        if from_dlpack is None and arguments.get("out") is None and "slot_mapping" not in arguments:
-            raise Unsupported(f"the library of {type(q).__name__} has no from_dlpack that takes a result; pass out=")
-        for name, value in arguments.items():
-            if isinstance(value, dict):
-                arguments[name] = {key: one(key, v) for key, v in value.items()}
-            else:
-                arguments[name] = one(name, value)
-        found = function(**arguments)
-        results = found if isinstance(found, tuple) else () if found is None else (found,)
-        given = []
-        for t in results:
-            if id(t) in stands_for:
-                given.append(stands_for[id(t)])
-            elif from_dlpack is None:
-                raise Unsupported(
-                    f"the library of {type(q).__name__} has no from_dlpack that takes the log-sum-exp or weights; "
-                    "leave them out"
-                )
-            else:
-                given.append(handed_over(t, from_dlpack))
-        return tuple(given) if isinstance(found, tuple) else given[0] if given else None
-    finally:
-        for view in (*taken.values(), *results):
-            view.release()
+        return _call.stream

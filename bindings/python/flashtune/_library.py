@@ -246,6 +246,11 @@ def _load(path):
         "flashtune_block_mask_create": (status, [handle, ctypes.c_char_p, pointer(handle)]),
         "flashtune_block_mask_destroy": (status, [handle]),
         "flashtune_block_mask_bytes": (status, [handle, pointer(ctypes.c_uint64)]),
+        "flashtune_empty_dl": (
+            status,
+            [handle, pointer(ctypes.c_int64), ctypes.c_int32, ctypes.c_uint8, ctypes.c_uint8, pointer(ctypes.c_void_p)],
+        ),
+        "flashtune_synchronize": (status, [handle, ctypes.c_void_p]),
         "flashtune_explain": text,
         "flashtune_counters": text,
         "flashtune_preload": (status, [handle, ctypes.c_char_p]),

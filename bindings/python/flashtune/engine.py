@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from . import _dense_call, _dlpack
+from . import _dense_call, _other_libraries
 from . import _library as abi
 from ._dense_call import mask_of
 from ._dropout import of_call, with_state
@@ -134,7 +134,7 @@ class Engine:
         :func:`flash_attn_func` takes them.
         """
         if type(q) not in _of_type and foreign(q):
-            return _dlpack.through(Engine.forward, locals())
+            return _other_libraries.through(Engine.forward, locals())
         if layout != "bshd" and layout != "bhsd":
             raise InvalidArgument(f"layout is {layout!r}; it is 'bshd' or 'bhsd'")
         program = None
@@ -240,9 +240,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        torch = sys.modules.get("torch")
-        if self.device != "cpu" and torch is not None:
-            torch.cuda.synchronize(self.device)
+        if self.device != "cpu":
+            _wait_for(self.device)
         abi.require(abi.library().flashtune_engine_close(self._handle))
 
     @property
@@ -258,6 +257,15 @@ class Engine:
 
     def __repr__(self):
         return f"<flashtune.Engine on {self.device}{', closed' if self.closed else ''}>"
+
+
+def _wait_for(device):
+    """Waits for all work on a GPU, by a library that has launched some."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize(device)
+    elif cupy is not None:
+        cupy.cuda.Device(int(device[5:])).synchronize()
 
 
 def _path(name, path):

@@ -7,7 +7,7 @@ What is not supported raises :class:`Unsupported`; nothing falls back to anythin
 import numbers
 import sys
 
-from . import _dense_call, _dlpack, _memo
+from . import _dense_call, _memo, _other_libraries
 from . import _library as abi
 from . import engine as _engine
 from ._dense_call import attend_plain_again, mask_of, top_left_sliced
@@ -90,7 +90,7 @@ def flash_attn_func(
     gives 0 and -inf.
     """
     if type(q) not in _of_type and foreign(q):
-        return _dlpack.through(flash_attn_func, locals())
+        return _other_libraries.through(flash_attn_func, locals())
     # A call like one before, of nothing but q, k and v: all that was looked at then is in its key.
     if (
         window_size is _ALL and alibi_slopes is None and (causal is True or causal is False) and deterministic is True
@@ -268,7 +268,7 @@ def attention(
         with return_weights, and not where gradients of ``tensors`` are wanted.
     """
     if type(query) not in _of_type and foreign(query):
-        return _dlpack.through(attention, locals())
+        return _other_libraries.through(attention, locals())
     program = Program(mask, score, sink, tensors)
     adapted = adapter(query)
     if all(text is None for text in program.texts):
@@ -374,7 +374,7 @@ def scaled_dot_product_attention(
         argument.
     """
     if type(query) not in _of_type and foreign(query):
-        return _dlpack.through(scaled_dot_product_attention, locals())
+        return _other_libraries.through(scaled_dot_product_attention, locals())
     plain = attn_mask is None and not return_weights and not dropout_p
     if plain and type(is_causal) is bool and type(enable_gqa) is bool:
         found = sdpa_like_before(query, key, value, is_causal, scale, enable_gqa)

@@ -7,7 +7,7 @@ Lengths, tables and slots are read where the kernel runs: no call waits for a GP
 
 import numbers
 
-from . import _dlpack, _repeated
+from . import _other_libraries, _repeated
 from . import _library as abi
 from ._dense_call import mask_of
 from ._dropout import of_call, with_state
@@ -115,7 +115,7 @@ def flash_attn_varlen_func(
     With packed keys and without ``out`` it has gradients of q, k and v in PyTorch's autograd.
     """
     if type(q) not in _of_type and foreign(q):
-        return _dlpack.through(flash_attn_varlen_func, locals())
+        return _other_libraries.through(flash_attn_varlen_func, locals())
     if precise:
         raise Unsupported(
             "precise is True, but forward passes over packed sequences do not write what their output loses; leave it "
@@ -285,7 +285,7 @@ def flash_attn_with_kvcache(
     ``[heads, total_q]``.
     """
     if type(q) not in _of_type and foreign(q):
-        return _dlpack.through(flash_attn_with_kvcache, locals())
+        return _other_libraries.through(flash_attn_with_kvcache, locals())
     table = one_of("block_table", block_table, "page_table", page_table)
     repeated = None
     # Without new rows, and nothing but tensors of lengths and places beside the three.
@@ -360,7 +360,7 @@ def reshape_and_cache_flash(
         vLLM does.
     """
     if type(key) not in _of_type and foreign(key):
-        return _dlpack.through(reshape_and_cache_flash, locals())
+        return _other_libraries.through(reshape_and_cache_flash, locals())
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 4)
 
 
@@ -371,7 +371,7 @@ def reshape_and_cache(
     page_tokens, x]``, where ``x`` elements have 16 bytes, and ``value_cache`` ``[pages, kv_heads, head_dim_v,
     page_tokens]``."""
     if type(key) not in _of_type and foreign(key):
-        return _dlpack.through(reshape_and_cache, locals())
+        return _other_libraries.through(reshape_and_cache, locals())
     _cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, 5)
 
 
