@@ -55,6 +55,16 @@
 // The same for V.
 #define FLASHTUNE_QUANTISE_V_WHOLE 32
 
+// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 /
+// sqrt(head_dim_qk).
+#define FLASHTUNE_RAGGED_SCALE 1
+
+// The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
+#define FLASHTUNE_RAGGED_LSE_LOG2 2
+
+// Rows that attend to nothing have the log-sum-exp +infinity, and not -infinity.
+#define FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE 4
+
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -70,16 +80,6 @@
 // Products of f32 are single TF32 products of tensor cores: operands keep 11 bits. Refused as FLASHTUNE_FORWARD_TF32X3
 // is.
 #define FLASHTUNE_FORWARD_TF32 8
-
-// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 /
-// sqrt(head_dim_qk).
-#define FLASHTUNE_RAGGED_SCALE 1
-
-// The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
-#define FLASHTUNE_RAGGED_LSE_LOG2 2
-
-// Rows that attend to nothing have the log-sum-exp +infinity, and not -infinity.
-#define FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE 4
 
 // What a function has to say. Everything but `FLASHTUNE_STATUS_OK` is a failure whose text `flashtune_last_error`
 // gives; nothing was launched then.

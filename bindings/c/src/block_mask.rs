@@ -3,10 +3,40 @@
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
 use crate::prepared::{BLOCK_MASKS, Prepared};
-use crate::types::{BlockMaskArgs, BlockMaskHandle, EngineHandle, NO_BLOCK_MASK, Status};
+use crate::types::{BlockMaskHandle, EngineHandle, Input, NO_BLOCK_MASK, Status};
 use crate::{input, program};
 use engine::MaskSizes;
 use engine::score::Texts;
+use std::ffi::c_char;
+
+/// A mask to prepare for many calls. Fill it with zeros, set `struct_size`, then what is wanted.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct BlockMaskArgs {
+    /// sizeof(flashtune_block_mask_args).
+    pub struct_size: u32,
+    /// 0.
+    pub reserved: i32,
+    /// The mask, as in `flashtune_forward_args`.
+    pub mask_program: *const c_char,
+    /// What it reads. Tensors must live, and stay as they are, for as long as the block mask is used; all else is
+    /// copied.
+    pub inputs: *const Input,
+    /// How many; others than the mask reads are ignored.
+    pub inputs_len: u64,
+    /// sizeof(flashtune_input), unless `inputs_len` is 0.
+    pub input_size: u64,
+    /// Sequences of the calls; 0 for any number, unless the mask reads `b`.
+    pub batch: i64,
+    /// Heads of Q; 0 for any number, unless the mask reads `h`.
+    pub heads: i64,
+    /// Heads of K and V; 0 for any number, unless the mask reads `h_kv`.
+    pub kv_heads: i64,
+    /// Rows of Q.
+    pub q_len: i64,
+    /// Rows of K and V.
+    pub kv_len: i64,
+}
 
 /// Prepares a mask for many calls, such as those of all layers of a model (`block_mask` of `flashtune_forward_args`).
 /// Where kernels have something found of a mask first, as of documents and block-sparse masks, it is found by the first

@@ -7,10 +7,70 @@ use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
 use crate::forward::with_args;
 use crate::input;
-use crate::types::{DlTensor, DlTensors, Dtype, EngineHandle, ForwardArgs, Status, Tensor};
+use crate::types::{Dtype, EngineHandle, ForwardArgs, Status, Tensor};
 use engine::device::Arch;
 use engine::{DeviceSpec, Forward, RuntimeError, Stream};
 use std::ffi::c_void;
+
+/// A tensor as DLPack describes it: the layout of its struct DLTensor, which all versions up to 1.x share. Pass the
+/// address of one of those.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlTensor {
+    /// Memory of the device.
+    pub data: *mut c_void,
+    /// A DLDeviceType: 1 (host), 2 (CUDA), 3 (pinned host memory), 13 (managed memory of CUDA).
+    pub device_type: i32,
+    /// The number of the device.
+    pub device_id: i32,
+    /// Number of axes.
+    pub ndim: i32,
+    /// A DLDataTypeCode: 2 (float), 4 (bfloat).
+    pub code: u8,
+    /// Bits of an element.
+    pub bits: u8,
+    /// 1.
+    pub lanes: u16,
+    /// Length of each axis.
+    pub shape: *const i64,
+    /// Distance between neighbours along each axis, in elements; NULL: compact and row-major.
+    pub strides: *const i64,
+    /// Where the first element lies behind `data`.
+    pub byte_offset: u64,
+}
+
+/// A tensor of DLPack with its owner, as `flashtune_empty_dl` gives it: the same layout as DLManagedTensor of
+/// dlpack.h, in the place of which it may be passed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlManagedTensor {
+    /// The tensor.
+    pub dl_tensor: DlTensor,
+    /// The library's own.
+    pub manager_ctx: *mut c_void,
+    /// Gives the tensor and its memory back; called once, with the address of this struct.
+    pub deleter: Option<unsafe extern "C" fn(tensor: *mut DlManagedTensor)>,
+}
+
+/// The tensors of `flashtune_forward_dl`. Fill it with zeros, then set what it has.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct DlTensors {
+    /// sizeof(flashtune_dl_tensors).
+    pub struct_size: u32,
+    /// Order of the axes: 0: [batch, heads, rows, head_dim]; 1: [batch, rows, heads, head_dim].
+    pub layout: i32,
+    /// Q, with `heads` heads.
+    pub q: *const DlTensor,
+    /// K, with a number of heads that divides Q's.
+    pub k: *const DlTensor,
+    /// V, as K; its head dim may be another.
+    pub v: *const DlTensor,
+    /// O, as Q with V's head dim; written. It must not overlap the others.
+    pub o: *const DlTensor,
+    /// Log-sum-exp, contiguous float32 [batch, heads, rows]; written unless NULL.
+    pub lse: *const DlTensor,
+}
 
 #[cfg(target_pointer_width = "64")]
 const _: () = assert!(size_of::<DlTensor>() == 48 && std::mem::offset_of!(DlTensor, byte_offset) == 40);

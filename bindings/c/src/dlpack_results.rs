@@ -1,10 +1,11 @@
 //! New memory on an engine's device as a tensor of DLPack, for libraries whose own arrays cannot be written.
 
+use crate::dlpack::{DlManagedTensor, DlTensor};
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
 use crate::forward::stream;
 use crate::input;
-use crate::types::{DlManagedTensor, DlTensor, EngineHandle, Status};
+use crate::types::{EngineHandle, Status};
 use engine::DeviceSpec;
 use engine::device::{Arch, Buffer};
 use std::ffi::c_void;
@@ -113,7 +114,9 @@ fn allocate(engine: EngineHandle, shape: &[i64], code: u8, bits: u8) -> Result<*
         let too_large = || Failure::argument(format!("a tensor of {shape:?} has more bytes than addresses have bits"));
         elements = next.ok_or_else(too_large)?;
     }
-    let memory = device.alloc(elements as usize * usize::from(bits / 8))?;
+    // Axes of length 0 count as 1 in strides, and there is nothing behind them.
+    let elements = if shape.contains(&0) { 0 } else { elements as usize };
+    let memory = device.alloc(elements * usize::from(bits / 8))?;
     let mut owned = Box::new(Owned {
         tensor: DlManagedTensor {
             dl_tensor: DlTensor {

@@ -2,9 +2,12 @@
 
 use crate::append::AppendArgs;
 use crate::backward::BackwardArgs;
+use crate::block_mask::BlockMaskArgs;
+use crate::dlpack::DlTensors;
 use crate::error::{Failure, Result};
 use crate::quantise::QuantiseArgs;
-use crate::types::{BlockMaskArgs, DlTensors, ForwardArgs, Options, RaggedArgs, Status};
+use crate::ragged::RaggedArgs;
+use crate::types::{ForwardArgs, Options, Status};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;

@@ -45,8 +45,10 @@ pub use append::{
     flashtune_prepare_append,
 };
 pub use backward::{BACKWARD_SCALE, BackwardArgs, flashtune_backward, flashtune_prepare_backward};
-pub use block_mask::{flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy};
-pub use dlpack::{flashtune_forward_dl, flashtune_prepare_dl};
+pub use block_mask::{
+    BlockMaskArgs, flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy,
+};
+pub use dlpack::{DlManagedTensor, DlTensor, DlTensors, flashtune_forward_dl, flashtune_prepare_dl};
 pub use dlpack_results::{flashtune_empty_dl, flashtune_synchronize};
 pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
 pub use error::{flashtune_last_error, flashtune_status_name};
@@ -56,7 +58,10 @@ pub use quantise::{
     QUANTISE_HADAMARD, QUANTISE_INTERLEAVED, QUANTISE_K_WHOLE, QUANTISE_MEAN, QUANTISE_Q_WHOLE, QUANTISE_V_WHOLE,
     QuantiseArgs, flashtune_prepare_quantise, flashtune_quantise,
 };
-pub use ragged::{flashtune_forward_ragged, flashtune_prepare_ragged};
+pub use ragged::{
+    RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs, flashtune_forward_ragged,
+    flashtune_prepare_ragged,
+};
 pub use serving::{
     flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_metrics, flashtune_write_untuned,
 };

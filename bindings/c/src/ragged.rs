@@ -3,17 +3,175 @@
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
 use crate::forward::{dropout, mask, operand_dtype, stream};
-use crate::types::{
-    EngineHandle, Index, IntType, RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs,
-    Scales as ScaleKind, Status, StoreType,
-};
+use crate::types::{Dropout, EngineHandle, Index, Input, IntType, Scales as ScaleKind, Status, StoreType};
 use crate::{input, program};
 use engine::ragged::{
     self, Added, Bounds, Expected, IntKind, Ints, KeyLengths, LogBase, Lse, Output, Queries, QueryRows, Ragged,
     RaggedBatch, Scales, Store, StoreRows,
 };
 use engine::{DType, Stream};
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
+
+/// `softmax_scale` of `flashtune_ragged` counts. Without this flag it must be 0, and the scale is 1 /
+/// sqrt(head_dim_qk).
+pub const RAGGED_SCALE: u32 = 1;
+
+/// The log-sum-exp of `flashtune_ragged` is of base 2, and not a natural logarithm.
+pub const RAGGED_LSE_LOG2: u32 = 2;
+
+/// Rows that attend to nothing have the log-sum-exp +infinity, and not -infinity.
+pub const RAGGED_LSE_EMPTY_POSITIVE: u32 = 4;
+
+/// One forward pass over sequences of different lengths, whose K and V lie in a store that is indexed on the device.
+/// Fill it with zeros, set `struct_size`, then what is wanted. Addresses are those of device memory, strides count
+/// elements, and lengths and tables are read when the call runs: a captured call is replayed with others, within its
+/// bounds.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct RaggedArgs {
+    /// sizeof(flashtune_ragged).
+    pub struct_size: u32,
+    /// FLASHTUNE_RAGGED_SCALE, FLASHTUNE_RAGGED_LSE_LOG2, FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE, or 0.
+    pub flags: u32,
+
+    /// Q: [batch, max_q, heads, head_dim_qk] in any order of memory, or, with `q_begin`, [total_q, heads, head_dim_qk].
+    pub q: *const c_void,
+    /// Strides of Q: batch, head, row. That of the batch has no meaning beside `q_begin`.
+    pub q_stride: [i64; 3],
+    /// Elements of Q: a `flashtune_dtype`.
+    pub q_dtype: i32,
+    /// Elements of O: a `flashtune_dtype`, that of Q; 0 is the same. Beside e4m3 queries any, and 0 is bf16.
+    pub o_dtype: i32,
+    /// Query heads, a multiple of kv_heads.
+    pub heads: i64,
+    /// Elements of a row of Q and K.
+    pub head_dim_qk: i64,
+    /// Elements of a row of V and O.
+    pub head_dim_v: i64,
+    /// First row of each sequence in Q, O and the log-sum-exp, and the end of the last one's, [batch + 1]; NULL: every
+    /// sequence has max_q rows.
+    pub q_begin: *const c_void,
+    /// Rows of each sequence that are used, [batch]: those behind are not written; NULL: all.
+    pub q_lengths: *const c_void,
+    /// NULL. Words of ancestors of drafts in a tree, which no kernel takes yet (UNSUPPORTED).
+    pub tree: *const c_void,
+
+    /// K. A page is what the index names: tokens of some number, the room of one sequence, or all packed keys.
+    pub k: *const c_void,
+    /// V.
+    pub v: *const c_void,
+    /// Elements of K and V: a `flashtune_store_type`.
+    pub kv_type: i32,
+    /// A `flashtune_index`.
+    pub index: i32,
+    /// KV heads.
+    pub kv_heads: i64,
+    /// Pages of the store. Identifiers outside of 0 to this are of no page, and their keys masked.
+    pub pages: i64,
+    /// Tokens of a page.
+    pub page_tokens: i64,
+    /// Strides of K: page, token, head, and from 16 bytes of a row to the next 16, 0 where rows are contiguous.
+    pub k_stride: [i64; 4],
+    /// Strides of V: page, token, head, and column, 0 or 1 where rows are contiguous. With another the token's is 1.
+    pub v_stride: [i64; 4],
+    /// What elements of a quantised K are multiplied by; NULL without scales.
+    pub k_scale: *const f32,
+    /// The same for V.
+    pub v_scale: *const f32,
+    /// Strides of K's scales: sequence, head, 0; or, for FLASHTUNE_SCALES_TOKEN, page, head, token.
+    pub k_scale_stride: [i64; 3],
+    /// The same for V's.
+    pub v_scale_stride: [i64; 3],
+    /// A `flashtune_scales`, for K.
+    pub k_scales: i32,
+    /// The same for V.
+    pub v_scales: i32,
+
+    /// The integers of `slots`, `k_table` and `v_table`: a `flashtune_int_type`.
+    pub table_type: i32,
+    /// Those of all other arrays: a `flashtune_int_type`.
+    pub length_type: i32,
+    /// FLASHTUNE_INDEX_DENSE: page of each sequence, [batch]; NULL: its own number.
+    pub slots: *const c_void,
+    /// FLASHTUNE_INDEX_PACKED: first key of each sequence, and the end of the last one's, [batch + 1].
+    pub kv_begin: *const c_void,
+    /// FLASHTUNE_INDEX_CSR: first entry of each sequence in the tables, and the end of the last one's, [batch + 1].
+    pub pages_begin: *const c_void,
+    /// Identifiers of K's pages: [batch, table_capacity], or those of all sequences one after the other.
+    pub k_table: *const c_void,
+    /// Identifiers of V's pages, laid out alike; NULL: those of K.
+    pub v_table: *const c_void,
+    /// FLASHTUNE_INDEX_TABLE: entries from one sequence to the next.
+    pub table_stride: i64,
+    /// FLASHTUNE_INDEX_TABLE: entries of a sequence. What lies behind its length is never read.
+    pub table_capacity: i64,
+
+    /// Keys of each sequence, [batch]. Of these three at most one; without any, those of `kv_begin`, all pages of
+    /// `pages_begin`, or max_kv.
+    pub kv_lengths: *const c_void,
+    /// The same as sums, [batch + 1]: a sequence has the difference of two neighbours.
+    pub kv_sums: *const c_void,
+    /// FLASHTUNE_INDEX_CSR: tokens of each sequence's last page, 1 to page_tokens, [batch].
+    pub last_page: *const c_void,
+    /// Tokens before each sequence's first key, [batch]: part of its length and never read; NULL: none.
+    pub left_pad: *const c_void,
+    /// Rows that every sequence gained behind `kv_lengths`; 0 where those are lengths after the append.
+    pub kv_added: i64,
+    /// The same as differences of [batch + 1], in place of `kv_added`; or NULL.
+    pub kv_added_begin: *const c_void,
+
+    /// O; written. It must not overlap the others.
+    pub o: *mut c_void,
+    /// Strides of O: batch, head, row. That of the batch has no meaning beside `q_begin`.
+    pub o_stride: [i64; 3],
+    /// Log-sum-exp of the scaled scores, fp32; written unless NULL.
+    pub lse: *mut f32,
+    /// Its strides: batch, head, row. That of the batch has no meaning beside `q_begin`.
+    pub lse_stride: [i64; 3],
+
+    /// Sequences.
+    pub batch: i64,
+    /// Rows of Q, with `q_begin`.
+    pub total_q: i64,
+    /// Rows of Q that a sequence has at most.
+    pub max_q: i64,
+    /// Keys that a sequence has at most, padding before them included. Longer ones are cut.
+    pub max_kv: i64,
+    /// A hint: keys of all sequences together; 0 where unknown. Hints choose a kernel and may be wrong.
+    pub expected_keys: i64,
+    /// A hint: keys of the longest sequence; 0 where unknown.
+    pub expected_longest: i64,
+
+    /// As in `flashtune_forward_args`, aligned at the end of each sequence.
+    pub window_left: i64,
+    /// As there.
+    pub window_right: i64,
+    /// A `flashtune_mask`.
+    pub mask: i32,
+    /// Factor of the scores, with FLASHTUNE_RAGGED_SCALE in `flags`.
+    pub softmax_scale: f32,
+    /// As in `flashtune_forward_args`; `q` and `kv` count the rows and keys of a sequence.
+    pub mask_program: *const c_char,
+    /// As there.
+    pub score_program: *const c_char,
+    /// As there.
+    pub sink_program: *const c_char,
+    /// What the programs read. Axes along q_len and kv_len have the lengths of max_q and max_kv.
+    pub inputs: *const Input,
+    /// How many; others than the programs read are ignored.
+    pub inputs_len: u64,
+    /// sizeof(flashtune_input), unless `inputs_len` is 0.
+    pub input_size: u64,
+    /// Which scores are dropped behind the softmax, of packed queries and keys; zeros for none.
+    pub dropout: Dropout,
+    /// What elements of e4m3 queries are multiplied by, fp32, for each sequence and KV head; NULL: 1.
+    pub q_scale: *const f32,
+    /// Its strides: sequence, KV head; 0 repeats one.
+    pub q_scale_stride: [i64; 2],
+    /// Where O is FLASHTUNE_E4M3, as it may be beside such queries: device address of one fp32 by which O is multiplied
+    /// before it is rounded; NULL: 1.
+    pub o_scale: *const f32,
+}
 
 /// Computes a ragged batch on `stream` and returns at once (on the CPU when done). The first call of a class of sizes
 /// may compile; later ones launch, allocate nothing, wait for nothing and read no length, and may be captured in a

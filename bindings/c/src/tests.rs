@@ -1,7 +1,9 @@
 //! What cannot be seen from C: panics at the boundary, and the layout that other languages rely on.
 
+use crate::block_mask::BlockMaskArgs;
 use crate::error::{Failure, guard};
-use crate::types::{BlockMaskArgs, ForwardArgs, Options, RaggedArgs, Status, Tensor};
+use crate::ragged::RaggedArgs;
+use crate::types::{ForwardArgs, Options, Status, Tensor};
 use std::ffi::CStr;
 use std::mem::offset_of;
 

@@ -314,6 +314,9 @@ class Views:
     def empty(self, shape, like):
         return like.home.empty(tuple(shape), like.dtype)
 
+    def empty_wide(self, shape, like):
+        return like.home.empty(tuple(shape), "bfloat16")
+
     def empty_like(self, like):
         return like.home.empty(like.shape, like.dtype)
 

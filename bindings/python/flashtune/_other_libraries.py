@@ -6,8 +6,10 @@ By the first tensor a call has a home, which says on which stream it runs and wh
 - on the host, new memory that the library takes over by its ``from_dlpack``;
 - on a GPU, if the library has streams and arrays that may be written, as CuPy has: its current stream, and arrays of
   its own;
-- on a GPU else, as for JAX: the default stream, and memory of this package's that the library takes over. The call
-  waits for the kernel, since the library, which does not see it, may give the operands' memory to others at once.
+- on a GPU else, as for JAX: the default stream, and memory of this package's that the library takes over.
+
+What is given back a library may give to others at once, and only CuPy and its like do so in the order of the stream
+that the kernel is on. A call that has taken anything of another library waits for the kernel.
 """
 
 import contextlib
@@ -22,27 +24,33 @@ _DTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c
 
 
 class _Home:
-    # Told to exporters; None on the host.
-    told = None
+    # Told to exporters on a GPU: 1 is the default stream.
+    told = 1
     stream = 0
-    # Whether memory was made, as every call does before it launches that writes none of the caller's.
-    has_results = False
 
-    def __init__(self, library, kind):
-        self.from_dlpack, self.kind = getattr(library, "from_dlpack", None), kind
+    def __init__(self, library, q):
+        self.library, self.kind = library, type(q)
+        self.from_dlpack = getattr(library, "from_dlpack", None)
 
-    def handed_over(self, view):
-        """A result as a tensor of the caller's library."""
+    def takes(self, t, view):
+        """Is told of every tensor that is taken."""
+
+    def given(self, result):
+        """What the caller gets of a result."""
+        if type(result) is not _dlpack.View:
+            return result
+        if result.of is not None:
+            return result.of
         if self.from_dlpack is None:
             raise Unsupported(
                 f"the library of {self.kind.__name__} has no from_dlpack that takes the log-sum-exp or weights; leave "
                 "them out"
             )
         try:
-            return self.from_dlpack(view)
+            return self.from_dlpack(result)
         finally:
-            if _dlpack.is_taken(view):
-                view.managed = None
+            if _dlpack.is_taken(result):
+                result.managed = None
 
     def refuse_without_room(self):
         """Refuses a call that brings no ``out`` where results have no way to the caller."""
@@ -50,7 +58,7 @@ class _Home:
             raise Unsupported(f"the library of {self.kind.__name__} has no from_dlpack that takes a result; pass out=")
 
     def finish(self):
-        """Before what was taken is given back."""
+        """Before what was taken is given back, also where the call has failed."""
 
 
 class _Host(_Home):
@@ -63,67 +71,102 @@ class _Host(_Home):
         return t
 
 
-class _WritableGpu(_Home):
-    """Of a library as CuPy. Its memory is its streams': what it gets back it gives to work behind the call."""
+class _Gpu(_Home):
+    def __init__(self, library, q, number, engine):
+        super().__init__(library, q)
+        self.number, self.device, self.explicit = number, f"cuda:{number}", engine
 
-    def __init__(self, library, kind, number):
-        super().__init__(library, kind)
-        self.library, self.number = library, number
+    def wait(self):
+        # Where there is no engine, nothing was launched.
+        engine = self.explicit or _open_engine(self.device)
+        if engine is not None and not engine.closed:
+            abi.require(abi.library().flashtune_synchronize(engine._handle, self.stream or None))
+
+
+class _WritableGpu(_Gpu):
+    """Of a library as CuPy."""
+
+    def __init__(self, library, q, number, engine):
+        super().__init__(library, q, number, engine)
         # Of the dtypes that calls bring, some have names that the library's own function does not know.
-        self.dtypes = {}
+        self.dtypes, self.has_others = {}, False
         with library.cuda.Device(number):
             self.stream = int(library.cuda.get_current_stream().ptr)
-        # 0 is no stream of the protocol's: 1 is the default stream.
         self.told = self.stream or 1
 
     def refuse_without_room(self):
         pass
 
-    def _view(self, array):
-        view = _dlpack.take("a result", array, self.told)
-        view.of = array
-        return _at_home(view, self)
+    def takes(self, t, view):
+        if type(t) is self.kind:
+            self.dtypes[view.dtype] = t.dtype
+        else:
+            self.has_others |= view.device != "cpu"
+
+    def finish(self):
+        if self.has_others:
+            self.wait()
 
     def empty(self, shape, dtype):
         with self.library.cuda.Device(self.number):
-            return self._view(self.library.empty(shape, dtype=self.dtypes.get(dtype, dtype)))
+            return _view_of(self.library.empty(shape, dtype=self.dtypes.get(dtype, dtype)), self)
 
     def full(self, n, value, dtype):
         with self.library.cuda.Device(self.number):
-            return self._view(self.library.full(n, value, dtype=dtype))
+            return _view_of(self.library.full(n, value, dtype=dtype), self)
 
 
-class _OtherGpu(_Home):
-    told = 1
+class _OtherGpu(_Gpu):
+    def __init__(self, library, q, number, engine):
+        super().__init__(library, q, number, engine)
+        self.place, self.numbers = getattr(q, "device", None), []
 
-    def __init__(self, library, kind, number):
-        super().__init__(library, kind)
-        self.library, self.number = library, number
-
-    def _engine(self):
-        from .engine import default_engine
-
-        return default_engine(f"cuda:{self.number}")._handle
+    def finish(self):
+        try:
+            self.wait()
+        finally:
+            for view in self.numbers:
+                view.release()
+            self.numbers.clear()
 
     def empty(self, shape, dtype):
+        from .engine import default_engine
+
+        engine = self.explicit or default_engine(self.device)
         managed = ctypes.c_void_p()
         code, bits = _dlpack.code_of(dtype)
         sizes = (ctypes.c_int64 * len(shape))(*shape)
-        abi.require(abi.library().flashtune_empty_dl(self._engine(), sizes, len(shape), code, bits, managed))
+        abi.require(abi.library().flashtune_empty_dl(engine._handle, sizes, len(shape), code, bits, managed))
         return _at_home(_dlpack.adopted(managed.value, "a result"), self)
 
     def full(self, n, value, dtype):
-        array = self.library.full(n, value, dtype=dtype)
-        view = _dlpack.take("a number", array, self.told)
-        view.of = array
-        return _at_home(view, self)
+        try:
+            array = self.library.full(n, value, dtype=dtype, device=self.place)
+        except (AttributeError, TypeError) as e:
+            raise Unsupported(
+                f"the library of {self.kind.__name__} has no full(shape, value, dtype=, device=), which makes an array "
+                f"of a number ({value}) on {self.device}; pass an array in its place"
+            ) from e
+        # Until the call has waited for the kernel that reads it.
+        self.numbers.append(_view_of(array, self))
+        return self.numbers[-1]
 
-    def finish(self):
-        abi.require(abi.library().flashtune_synchronize(self._engine(), None))
+
+def _open_engine(device):
+    """The default engine of a device, if one was opened."""
+    from .engine import _engines
+
+    return _engines.get(device)
+
+
+def _view_of(array, home):
+    view = _dlpack.take(f"an array of {type(array).__module__}", array, home.told)
+    view.of = array
+    return _at_home(view, home)
 
 
 def _at_home(view, home):
-    view.home, home.has_results = home, True
+    view.home = home
     return view
 
 
@@ -153,30 +196,30 @@ def _place_of(name, t):
     )
 
 
-def _home_of(q):
-    library, place = _library_of(q), _place_of("q", q)
+def _home_of(name, q, engine):
+    library, place = _library_of(q), _place_of(name, q)
     if place is None:
-        return _Host(library, type(q))
+        return _Host(library, q)
     if hasattr(library, "empty") and hasattr(getattr(library, "cuda", None), "get_current_stream"):
-        return _WritableGpu(library, type(q), place)
-    return _OtherGpu(library, type(q), place)
+        return _WritableGpu(library, q, place, engine)
+    return _OtherGpu(library, q, place, engine)
 
 
 def through(function, arguments):
     """Calls a function of this package whose first tensor is of no library that it knows: with
     :class:`flashtune._dlpack.View` in the place of all that export DLPack, and with results of the caller's library."""
-    q = next(iter(v for name, v in arguments.items() if name != "self"))
+    first, q = next((name, v) for name, v in arguments.items() if name != "self")
     others = arguments.pop("others", {})
     arguments = {**arguments, **others}
     taken, results = {}, []
-    home = None
+    home = _home_of(first, q, arguments.get("self"))
 
     def one(name, t):
         if not _is_foreign(t):
             return t
         if id(t) not in taken:
             place = _place_of(name, t)
-            view = taken[id(t)] = _dlpack.take(name, t, None if place is None else home.told or 1)
+            view = taken[id(t)] = _dlpack.take(name, t, None if place is None else home.told)
             view.of, view.home = t, home
             device = "cpu" if place is None else f"cuda:{place}"
             if view.device != device:
@@ -185,12 +228,10 @@ def through(function, arguments):
                 )
             # They are immutable, and their capsules do not say so.
             view.read_only |= type(t).__module__.partition(".")[0] in ("jax", "jaxlib")
-            if isinstance(home, _WritableGpu) and type(t) is home.kind:
-                home.dtypes[view.dtype] = t.dtype
+            home.takes(t, view)
         return taken[id(t)]
 
     try:
-        home = _home_of(q)
         if arguments.get("out") is None and "slot_mapping" not in arguments:
             home.refuse_without_room()
         for name, value in arguments.items():
@@ -203,14 +244,14 @@ def through(function, arguments):
                 found = function(**arguments)
         except BaseException:
             # What was launched before it reads what is given back now.
-            if home.has_results:
-                with contextlib.suppress(Exception):
-                    home.finish()
+            with contextlib.suppress(Exception):
+                home.finish()
             raise
         home.finish()
-        results = found if isinstance(found, tuple) else () if found is None else (found,)
-        given = [home.handed_over(t) if t.of is None else t.of for t in results]
-        return tuple(given) if isinstance(found, tuple) else given[0] if given else None
+        results = found if isinstance(found, tuple) else (found,)
+        given = tuple(home.given(t) for t in results)
+        return given if isinstance(found, tuple) else given[0]
     finally:
         for view in (*taken.values(), *results):
-            view.release()
+            if type(view) is _dlpack.View:
+                view.release()
