@@ -55,7 +55,8 @@ const MENU: [(&str, Stage, &str, &str); 17] = [
 
 const FULL: u32 = 700;
 const BATCH: u32 = 16;
-/// Few, for a launch within 50 ms on a machine that is busy: beyond, more than a second is waited for one that hangs.
+/// Few, so that a launch takes less than 50 ms on a busy machine, too: a candidate has 20 times the best, and a second
+/// at least.
 const KEYS: u32 = 16;
 
 fn job() -> Job {

@@ -25,11 +25,10 @@ pub(crate) fn lints() -> Vec<Step> {
         ("tidy", || tidy::main(&root(), &[])),
         ("crates", || crates::check(&root())),
         ("clippy", || super::run(with(cargo(), "clippy --workspace --all-targets -- -D warnings"))),
-        // Hosts choose the version of CUDA's bindings, and leave `push` and `pull` out: no test is built so. With the
-        // whole workspace and an example, what does not depend on that is clippy's: 20 s for 35.
+        // Hosts choose the version of CUDA's bindings, and leave `push` and `pull` out: no test is built so.
         ("features", || {
             let features = "--no-default-features --features flashtune/cuda-12090";
-            super::run(with(cargo(), &format!("check --workspace --lib --bins --example score_program {features}")))
+            super::run(with(cargo(), &format!("check --package flashtune --package flashtune-cli {features}")))
         }),
         ("doc", || {
             let mut doc = with(cargo(), "doc --workspace --no-deps");

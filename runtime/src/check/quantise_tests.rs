@@ -27,7 +27,9 @@ fn codes_and_scales_are_those_of_the_elements() {
         let kernel = kernel(&*device, problem(DType::ALL[n % 3], dim, dim_v));
         let artifact = compile::compile_with(&*compiler, &kernel, &templates).unwrap();
         let module = device.load(&artifact).unwrap();
-        for seed in 0..80 {
+        // Others in each run.
+        let first: u64 = rand::random_range(0..1 << 40);
+        for seed in first..first + 20 {
             if let Err(e) = check_quantise(&*device, &*module, seed).unwrap() {
                 wrong.push(format!("{seed} {}: {e}", kernel.name()));
             }
