@@ -93,10 +93,14 @@ impl Sm90Schedule {
     pub(super) fn softmax_constants(&self, problem: &Problem, constants: &mut Constants) {
         let columns = problem.head_dim_v.next_multiple_of(16);
         let drawn = self.drawers > 0;
-        // A wide O takes longer to multiply than the exponentials leave room for. With drawers it gains 1 to 3 % above
-        // head dim 32, without a look ahead above 48 (docs/measured/2026-11-26-h200-dropout.md).
+        // Of dense tensors, some small head dims are better beside drawers as they are without: 32 throughout, 48 with
+        // its look ahead (docs/measured/2026-11-26-h200-dropout.md).
+        let small = drawn && problem.kv.is_dense() && matches!(columns, 17..=48);
+        // A wide O takes longer to multiply than the exponentials leave room for. With drawers it gains 1 to 3 % at
+        // other head dims, too, without a look ahead.
         let beside = match self.rescale {
-            Sm90Rescale::ByHeadDim => columns > if drawn { 32 } else { 128 },
+            Sm90Rescale::ByHeadDim if small => columns > 32,
+            Sm90Rescale::ByHeadDim => columns > 128 || drawn,
             chosen => chosen == Sm90Rescale::Beside,
         };
         let row_order = self.row_order.or(match columns {
@@ -111,7 +115,7 @@ impl Sm90Schedule {
         let masked = if rule { "kAfterProbability" } else { row_order };
         // Where biases seed the product there is work before K and V are wanted.
         let look_ahead = match self.look_ahead {
-            Sm90LookAhead::ByHeadDim => columns <= if drawn { 48 } else { 192 } && !self.seeds(problem),
+            Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem) && (!drawn || small),
             chosen => chosen == Sm90LookAhead::Always,
         };
         // Early, where registers are left for it: 2 to 4 % up to head dim 96, and 1 to 2 % above 128.
@@ -140,14 +144,17 @@ impl Sm90Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DType, MaskKind};
+    use crate::{DType, KvKind, MaskKind};
 
     fn constants(d: u32, mask: MaskKind, change: impl Fn(&mut Sm90Schedule)) -> [String; 6] {
-        let problem = Problem::forward(DType::Bf16, d, mask).unwrap();
+        constants_of(&Problem::forward(DType::Bf16, d, mask).unwrap(), change)
+    }
+
+    fn constants_of(problem: &Problem, change: impl Fn(&mut Sm90Schedule)) -> [String; 6] {
         let mut schedule = Sm90Schedule::default();
         change(&mut schedule);
         let mut constants = Constants::new();
-        schedule.softmax_constants(&problem, &mut constants);
+        schedule.softmax_constants(problem, &mut constants);
         ["rescale_beside", "row_order", "masked_row_order", "look_ahead", "scan_together", "read_bits"]
             .map(|name| constants[name].clone())
     }
@@ -179,11 +186,15 @@ mod tests {
     #[test]
     fn drawers_change_the_rules_and_no_choice() {
         let of = |d, mask| softmax(constants(d, mask, |s| s.drawers = 1));
+        assert_eq!(of(16, MaskKind::FULL), ["true", "kTogether", "kTogether", "false"]);
         assert_eq!(of(32, MaskKind::FULL), ["false", "kTogether", "kTogether", "true"]);
         assert_eq!(of(48, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "true"]);
         assert_eq!(of(64, MaskKind::FULL), ["true", "kAfterMaximum", "kAfterMaximum", "false"]);
         assert_eq!(of(96, MaskKind::CAUSAL), ["true", "kAfterProbability", "kAfterProbability", "false"]);
         assert_eq!(of(128, MaskKind::CAUSAL), ["true", "kTogether", "kTogether", "false"]);
+        let pack = Problem::forward(DType::Bf16, 32, MaskKind::FULL).unwrap().with_kv(KvKind::RAGGED);
+        let of_pack = softmax(constants_of(&pack, |s| s.drawers = 1));
+        assert_eq!(of_pack, ["true", "kTogether", "kTogether", "false"]);
         let chosen = constants(192, MaskKind::CAUSAL, |s| {
             s.drawers = 1;
             s.rescale = Sm90Rescale::Among;
