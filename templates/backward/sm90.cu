@@ -61,6 +61,8 @@ constexpr int kKeyStages = @{ key_stages }@;
 constexpr int kRowTiles = @{ row_tiles }@;
 constexpr int kRowStages = @{ row_stages }@;
 constexpr int kDqBlocks = @{ dq_blocks }@;
+// Of the four calls of Philox that a lane has under way, how many multiply on the FP64 unit.
+constexpr int kDoubleCalls = @{ double_calls }@;
 #define FT_JOINT @{ joint }@  // dQ beside dK and dV
 #define FT_TURNS @{ turns }@  // dQ reduced by key blocks in turns
 #define FT_WALKS @{ walks }@  // heads of a group walked by several thread blocks

@@ -108,6 +108,8 @@ const FAULTS: &[Fault] = &[
     ["of the keys behind", "forward/sm90", DRAWER, "group + 4 * word", "group + 4 * word + 1"],
     ["of a block before its bits are drawn", "forward/sm90", CONSUMER, "        bits.wait(smem);\n", ""],
     ["of a block whose bits are not read yet", "forward/sm90", DRAWER, "            bits.acquire(smem);\n", ""],
+    ["by words that are rounded up", "forward/sm90", LIB, "__fma_rz(word, scale, rest)", "word * scale + rest"],
+    ["by a word's other multiplier", "backward/sm90", LIB, "of_z(0xcd9e8d57)", "of_z(0xd2511f53)"],
     ["by another call's bits", "forward/sm90", LIB, "c % 2 == 0 ? 0xbb99 : 0xaa88", "c % 2 != 0 ? 0xbb99 : 0xaa88"],
     ["what is dropped, kept", "forward/sm90", LIB, "return ~((word & ~last)", "return ((word & ~last)"],
     ["one row without the scale", "forward/sm90", CONSUMER, ", rows.inverse[1] *= args.forward.dropout_scale", ""],

@@ -127,7 +127,7 @@ template <bool kHasK, bool kHasV> struct KeysConsumer {
 
 #if FT_DROPOUT
     // Which scores of a step are kept: while products run.
-    using Kept = KeptDown<kBlockQ>;
+    using Kept = KeptDown<kBlockQ, kDoubleCalls>;
     __device__ __forceinline__ Kept find_kept(const Pair& pair, int tile, int member) const {
         Kept kept;
         const u32 group = u32(key + first_row() + warp() * 16) / 8;

@@ -30,8 +30,9 @@ template <int kFirst, int kRows> struct RowWords {
              word += kDrawers * kEach) {
             const u32 kept = draw_kept_across(d, [&](int c) {
                 // Heads of a group's rows differ, and with them what is common else.
-                if (kPackGroup) return dropout_words(d, dropout_group(d, group + 4 * word + c, pair), rounds);
-                return dropout_words(d, load_shared_16(groups + (4 * word + c) * 16), rounds);
+                const GroupRounds common = kPackGroup ? dropout_group(d, group + 4 * word + c, pair)
+                                                      : load_shared_16(groups + (4 * word + c) * 16);
+                return dropout_words(d, common, rounds, is_by_doubles(c, kDoubleCalls));
             });
             store_shared_4(to + (word * kBlockQ + row) * 4, kept);
         }

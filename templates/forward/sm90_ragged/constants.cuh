@@ -39,6 +39,8 @@ constexpr bool kLookAhead = @{ look_ahead }@;
 // is rounded.
 enum ReadBits { kBesideScores, kBesideOutput, kWithP };
 constexpr ReadBits kReadBits = @{ read_bits }@;
+// Of the four calls of Philox that a lane has under way, how many multiply on the FP64 unit.
+constexpr int kDoubleCalls = @{ double_calls }@;
 // Of a masked V that is looked through, how many reads of a thread are in flight.
 constexpr int kScanTogether = @{ scan_together }@;
 

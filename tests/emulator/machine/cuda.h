@@ -38,6 +38,12 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 constexpr float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 constexpr float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 constexpr unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+constexpr double __hiloint2double(int high, int low) {
+    return __builtin_bit_cast(double, (unsigned long long)unsigned(high) << 32 | unsigned(low));
+}
+constexpr int __double2hiint(double x) { return int(__builtin_bit_cast(unsigned long long, x) >> 32); }
+constexpr int __double2loint(double x) { return int(__builtin_bit_cast(unsigned long long, x)); }
+double __fma_rz(double x, double y, double z);
 constexpr int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 
 // What another lane has; 64 bits go in halves.

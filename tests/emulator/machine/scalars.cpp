@@ -2,6 +2,7 @@
 // flush of subnormal numbers.
 
 #include "machine.h"
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 
@@ -161,3 +162,11 @@ void atom_inc_acq_rel_gpu_global_u32(u32& old, u32* counter, u32 last) {
 }
 
 }  // namespace ptx
+
+double __fma_rz(double x, double y, double z) {
+    const int was = std::fegetround();
+    std::fesetround(FE_TOWARDZERO);
+    volatile double factor = x, sum = std::fma(factor, y, z);
+    std::fesetround(was);
+    return sum;
+}

@@ -48,14 +48,39 @@ __device__ __forceinline__ GroupRounds dropout_group(const Dropout& d, u32 group
     return {u32(a) ^ (d.key[1] + 0xbb67ae85u), u32(b) ^ low, u32(x >> 32) ^ high, u32(x)};
 }
 
-__device__ __forceinline__ uint4 dropout_words(const Dropout& d, const GroupRounds& g, const QueryRounds& q) {
+// A multiplier of Philox as doubles. A word x lies in the lower half of a double whose upper half is kUpper, which is
+// 2^84 + x 2^32. That times `scale`, plus `rest`, is 2^84 and the product of x and the multiplier: towards zero its
+// upper word, again in the lower half of such a double.
+struct DoubleMultiplier {
+    static constexpr u32 kUpper = 0x45300000;
+    double scale, rest;
+    constexpr explicit DoubleMultiplier(u32 multiplier)
+        : scale(multiplier * (1.0 / 4294967296.0)), rest((4294967296.0 - multiplier) * 4503599627370496.0) {}
+    __device__ __forceinline__ double operator()(double word) const { return __fma_rz(word, scale, rest); }
+};
+
+// The words of a call. By doubles the upper word of a product is made by the FP64 unit, which nothing else uses, and
+// the lower one by a multiplication of 32 bits: 4 clocks of the integer multiplier become 2, and 2 instructions 3. Of
+// four calls two gain 4 to 6 % at head dims 65 to 128, all four less: FP64 and logical instructions share a port.
+__device__ __forceinline__ uint4 dropout_words(const Dropout& d, const GroupRounds& g, const QueryRounds& q,
+                                               bool by_doubles = false) {
     const u64 b = u64(q.high ^ g.x) * 0xcd9e8d57u;
     uint4 c = {u32(b >> 32) ^ g.y, u32(b), g.z ^ q.low, g.w};
     u32 low = d.key[0] + 3 * 0x9e3779b9u, high = d.key[1] + 3 * 0xbb67ae85u;
+    constexpr DoubleMultiplier of_x(0xd2511f53), of_z(0xcd9e8d57);
+    u32 upper_x = DoubleMultiplier::kUpper, upper_z = DoubleMultiplier::kUpper;
 #pragma unroll
     for (int round = 3; round < 10; round++) {
-        const u64 a = u64(c.x) * 0xd2511f53u, b = u64(c.z) * 0xcd9e8d57u;
-        c = uint4{u32(b >> 32) ^ c.y ^ low, u32(b), u32(a >> 32) ^ c.w ^ high, u32(a)};
+        if (by_doubles) {
+            const double a = of_x(__hiloint2double(upper_x, c.x)), b = of_z(__hiloint2double(upper_z, c.z));
+            const u32 low_a = c.x * 0xd2511f53u, low_b = c.z * 0xcd9e8d57u;
+            c = uint4{__double2loint(b) ^ c.y ^ low, low_b, __double2loint(a) ^ c.w ^ high, low_a};
+            // They are kUpper, as the compiler does not know: it writes no move for them.
+            upper_x = __double2hiint(b), upper_z = __double2hiint(a);
+        } else {
+            const u64 a = u64(c.x) * 0xd2511f53u, b = u64(c.z) * 0xcd9e8d57u;
+            c = uint4{u32(b >> 32) ^ c.y ^ low, u32(b), u32(a >> 32) ^ c.w ^ high, u32(a)};
+        }
         low += 0x9e3779b9u, high += 0xbb67ae85u;
     }
     return c;
@@ -144,7 +169,7 @@ __device__ __forceinline__ void each_dropout_down(const Dropout& d, u32 group, u
 
 // A bit for each score of 32 keys of a query, or of 16 keys of two queries, in one word, of four calls of Philox that a
 // lane has under way at a time: a chain of ten rounds alone waits for itself most of the time. Four calls take 663
-// clocks of a scheduler with one warp and 382 with four, bits and all; rounds alone are 490 and 294.
+// clocks of a scheduler with one warp and 382 with four, bits and all, none by doubles; rounds alone are 490 and 294.
 
 // Whether the halves of a word of Philox are at most those of `last`, twice the upper half of Dropout::last: in the
 // signs of the halves. A half that is not carries when the rest to 2^16 is added. Other bits are anything.
@@ -165,6 +190,9 @@ __device__ __forceinline__ u32 kept_of_calls(const uint4& first, const uint4& se
     return merge_bits(0xc0c0c0c0, upper, lower);
 }
 
+// Whether a call of the four that a lane has under way is by doubles, if so many of them are.
+constexpr bool is_by_doubles(int call, int calls) { return call % 2 * 2 + call / 2 < calls; }
+
 // Of call c of four, from that of `group` on, the keys 8 c + 2 w and one more have a bit in each half, at 15 - w of it
 // less 8 where c is odd and 4 where c is above 1: a shift to the left by w, and by 4 for the calls above 1, makes it
 // the sign of a byte.
@@ -177,13 +205,17 @@ template <typename OfCall> __device__ __forceinline__ u32 draw_kept_across(const
 // Of 16 keys from 8 * group on and two neighbouring queries, the second in the upper half. Of a half the upper byte has
 // eight keys, the lower one the next eight: those with even numbers in the upper four bits, those with odd ones in the
 // lower four, so that a shift by half of a key's number, and by 4 for odd ones, makes its bit the sign of the byte.
+template <int kDoubleCalls>
 __device__ __forceinline__ u32 draw_kept_down(const Dropout& d, const GroupRounds (&groups)[2], u32 query, u32 pair) {
     const u32 last = (d.last >> 16) * 0x10001;
     u32 bytes[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const QueryRounds rounds = dropout_query(d, query + e, pair);
-        bytes[e] = kept_of_calls(dropout_words(d, groups[0], rounds), dropout_words(d, groups[1], rounds), last);
+        const auto words = [&](int g) {
+            return dropout_words(d, groups[g], rounds, is_by_doubles(2 * e + g, kDoubleCalls));
+        };
+        bytes[e] = kept_of_calls(words(0), words(1), last);
     }
     const u32 even = permute_bytes(bytes[0], bytes[1], 0x5410), odd = permute_bytes(bytes[0], bytes[1], 0x7632);
     return merge_bits(0xf0f0f0f0, even, odd >> 4);
@@ -195,8 +227,9 @@ __device__ __forceinline__ u32 kept_pair(u32 pair, u32 kept, int c) {
     return pair & permute_bytes(signs, 0, c % 2 == 0 ? 0xbb99 : 0xaa88);
 }
 
-// Which scores of a warp's accumulators are kept, whose 16 rows are keys: a word for every two of kQueries queries.
-template <int kQueries> struct KeptDown {
+// Which scores of a warp's accumulators are kept, whose 16 rows are keys: a word for every two of kQueries queries, of
+// each four calls kDoubleCalls by doubles.
+template <int kQueries, int kDoubleCalls> struct KeptDown {
     u32 words[(kQueries + 63) / 64];
     // `group` is that of the first of 16 keys, `query` the first one.
     __device__ __forceinline__ void draw(const Dropout& d, u32 group, u32 query, u32 pair) {
@@ -204,7 +237,8 @@ template <int kQueries> struct KeptDown {
         u32 behind = 0;
 #pragma unroll
         for (int i = 0; i < (kQueries + 63) / 64; i++) {
-            words[i] = draw_kept_down(d, groups, query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero), pair);
+            const u32 first = query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero);
+            words[i] = draw_kept_down<kDoubleCalls>(d, groups, first, pair);
             behind = words[i];
         }
     }
