@@ -371,7 +371,8 @@ impl KernelFamily for BackwardSm90Schedule {
     }
 
     fn constants(&self, problem: &Problem, constants: &mut Constants) {
-        // 3 % at head dims 64 and 96, 1 to 2 % at others to 192, 5 to 6 % at 256; below 49 they cost 1 to 3 %.
+        // 1 to 3 % at head dims 64 and 96 to 192 (160: nothing), 5 to 6 % at 256; at 72 and 80 causal gains 1.5 % and
+        // full loses 0.6; below 49 they cost up to 4 %.
         let double_calls = match problem.head_dim_qk.max(problem.head_dim_v) {
             ..=48 => 0,
             49..=64 | 113..=128 => 3,
