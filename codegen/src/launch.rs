@@ -56,7 +56,7 @@ pub struct Stage {
     /// Dynamic shared memory of one block, in bytes.
     pub smem_bytes: u32,
     /// Whether its thread blocks may start before the launch before it in the stream has ended (programmatic dependent
-    /// launch): the kernel waits for that by itself, before it touches memory.
+    /// launch): the kernel waits for that by itself, before it writes memory or relies on what it read.
     pub starts_early: bool,
 }
 

@@ -1,8 +1,9 @@
 /* @{ header }@ */
 
 // Attention over a ragged batch with its keys split (Flash-Decoding, stream-K): a fixed number of thread blocks share
-// all (sequence, KV head, row tile, key block) evenly, by ranges that follow from the lengths, which are read here. The
-// rows of a tile are the query rows of all heads of one KV head, so that keys are read once for all of them.
+// all (sequence, KV head, row tile, key block) evenly, or tiles that are alike whole or in equal pieces, by ranges that
+// follow from the lengths, which are read here. The rows of a tile are the query rows of all heads of one KV head, so
+// that keys are read once for all of them.
 //
 //   thread block = kKeyWarps teams of kRowWarps warps
 //     a team   walks every kKeyWarps-th key block of its share, with a ring of kStages buffers of its own (copies.cuh)
@@ -48,6 +49,7 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 <% include "lib/cuda/ptx/approx.cuh" %>
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/ptx/dependent_launch.cuh" %>
+<% include "lib/cuda/ptx/global_memory.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/divisor.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
@@ -67,6 +69,7 @@ constexpr int kSTiles = kBlockKV / 8;       // 8-column tiles of its scores
 <% include "forward/sm80_ragged/elements.cuh" %>
 <% include "forward/sm80_ragged/work.cuh" %>
 <% include "forward/sm80_ragged/layout.cuh" %>
+<% include "forward/sm80_ragged/range.cuh" %>
 <% include "forward/sm80_ragged/copies.cuh" %>
 <% include "forward/sm80_ragged/products.cuh" %>
 <% include "forward/sm80_ragged/rows.cuh" %>
@@ -78,7 +81,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     const u32 base = smem_address(smem);
     const int team = threadIdx.x / kTeamThreads;
     const Group group(args.heads / args.kv_heads);
-    wait_for_launch_before();
     let_next_launch_begin();
     const Range range = find_range(args, group);
     if (range.begin >= range.end) return;

@@ -41,6 +41,7 @@ fn run(kernel: &Kernel, emulated: &mut Emulated, call: u64, seed: u64, units: u3
             smem_bytes: main.smem_bytes,
             args: bytemuck::bytes_of(&call.args).to_vec(),
             any_order: true,
+            late: false,
             hopper: None,
             side: Vec::new(),
         };

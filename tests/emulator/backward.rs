@@ -135,6 +135,7 @@ impl State {
                     smem_bytes: of.smem_bytes,
                     args: bytes.clone(),
                     any_order: true,
+                    late: false,
                     hopper: None,
                     side: side.clone(),
                 };
@@ -215,6 +216,7 @@ impl Device for Machine {
             smem_bytes: resources.smem_bytes,
             args,
             any_order: true,
+            late: false,
             hopper: None,
             side,
         };

@@ -262,6 +262,7 @@ impl Expected {
             smem_bytes: main.smem_bytes,
             args: bytemuck::bytes_of(&call.args)[..ArgsLayout::of(kernel).forward as usize].to_vec(),
             any_order: false,
+            late: false,
             hopper: hopper.transpose()?,
             side: side.table,
         };

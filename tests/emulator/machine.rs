@@ -129,6 +129,8 @@ pub struct Launch {
     pub args: Vec<u8>,
     /// Thread blocks come in any order, and not in that of their numbers.
     pub any_order: bool,
+    /// Inputs are written by the launch before: until a block has waited for it, it finds something else there.
+    pub late: bool,
     /// What kernels of `forward/sm90` take besides.
     pub hopper: Option<Hopper>,
     /// Tables of what a score program reads, as they lie behind the arguments.
@@ -216,9 +218,8 @@ impl Emulated {
         let mut request = Vec::new();
         request.extend(launch.seed.to_ne_bytes());
         let [first, second] = launch.prelude.0;
-        for word in
-            [launch.stage, first, second, launch.any_order.into(), launch.grid, launch.threads, launch.smem_bytes]
-        {
+        let flags = [launch.any_order.into(), launch.late.into()];
+        for word in [launch.stage, first, second, flags[0], flags[1], launch.grid, launch.threads, launch.smem_bytes] {
             request.extend(word.to_ne_bytes());
         }
         let args = arguments(launch);

@@ -8,8 +8,8 @@ use crate::side::Side;
 use crate::{DTYPES, PROGRAMS, search_with, setting, templates, try_recorded};
 use flashtune::{DType, Distribution, Program};
 use flashtune_codegen::{
-    Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
-    SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, Sm90RaggedSchedule, TemplateSet, Tiling,
+    Arch, Constraint, Constraints, Family, Kernel, KvElement, KvKind, KvScales, KvStore, MaskKind, Problem, Purpose,
+    SPLIT_COUNTER_BYTES, Schedule, ShapeBucket, Sm80RaggedSchedule, Sm90RaggedSchedule, TemplateSet, Tiling,
     abi::{ArgsLayout, RaggedArgs},
     ragged_unaddressable,
 };
@@ -160,9 +160,9 @@ pub fn try_ragged(
         // Shares of the keys follow from the number of multiprocessors, and bits from the shares.
         let units = rng.random_range(1..=5);
         let mut first = None;
-        for _ in 0..2 {
+        for late in [false, true] {
             let seed = rng.random();
-            let (written, split) = run(&data, kernel, &mut emulated, seed, units)
+            let (written, split) = run(&data, kernel, &mut emulated, seed, units, late)
                 .map_err(|e| format!("{} on {units} units, seed {seed}, {{{batch}}}: {e}", kernel.name()))?;
             if first.as_ref().is_some_and(|(first, _)| *first != written) && data.is_finite() {
                 return Err(format!("{} {{{batch}}}: not the same bits in two runs", kernel.name()));
@@ -174,14 +174,15 @@ pub fn try_ragged(
     Ok(reached)
 }
 
-/// One launch on so many multiprocessors; returns O and the log-sum-exp, and whether scratch memory was left partial
-/// results.
+/// One launch on so many multiprocessors, of inputs that the launch before still writes if they are `late`; returns O
+/// and the log-sum-exp, and whether scratch memory was left partial results.
 fn run(
     data: &RaggedData,
     kernel: &Kernel,
     emulated: &mut Emulated,
     seed: u64,
     units: u32,
+    late: bool,
 ) -> Result<(Vec<u8>, bool), String> {
     let shape = data.shape();
     if shape.is_empty() {
@@ -230,6 +231,7 @@ fn run(
         smem_bytes: main.smem_bytes,
         args: mapped.transpose()?.unwrap_or_else(|| known.to_vec()),
         any_order: true,
+        late: late && main.starts_early && matches!(kernel.arch, Arch::Sm(sm) if sm.number >= 90),
         hopper: None,
         side: table,
     };
@@ -270,8 +272,47 @@ fn ragged_batches() {
         let kernel = random_kernel(&mut rng, family, arch, program);
         let batches = setting("EMULATE_CASES").unwrap_or(6);
         let set = if turn % 4 < 2 { &templates } else { &free };
-        let random = |rng: &mut StdRng| RaggedBatch::random(&kernel.problem, MOST, rng.random());
+        let random = |rng: &mut StdRng| {
+            let mut batch = RaggedBatch::random(&kernel.problem, MOST, rng.random());
+            if rng.random_bool(0.3) {
+                let [q_len, kv_len] = batch.lengths[0];
+                batch.lengths.fill([q_len, kv_len]);
+            }
+            batch
+        };
         try_ragged(&kernel, set, batches, number, random).map(drop)
+    });
+}
+
+/// Thread blocks find their ranges where a thread has several sequences to sum up, which wait for the launch before,
+/// and where it has one, which do not.
+#[test]
+fn sequences_are_more_than_threads() {
+    if !machine::has_compiler() {
+        return;
+    }
+    let arch = "sm_90a".parse().expect("an arch");
+    try_recorded(0..1, Duration::MAX, |number| {
+        let problem = Problem::forward(DType::Bf16, 64, MaskKind::CAUSAL).expect("legal").with_kv(KvKind::RAGGED);
+        // 32 threads.
+        let schedule = Schedule::Sm80Ragged(Sm80RaggedSchedule {
+            rows_per_warp: 16,
+            row_warps: 1,
+            key_warps: 1,
+            block_kv: 16,
+            stages: 2,
+            blocks_per_sm: 4,
+        });
+        let kernel = Kernel { problem, schedule, arch };
+        let many = |rng: &mut StdRng| {
+            let most = Most { sequences: 100, rows: 2, keys: 40, heads: 4 };
+            let mut batch = RaggedBatch::random(&problem, most, rng.random());
+            let sequences = rng.random_range(20..=100);
+            let lengths = batch.lengths.clone();
+            batch.lengths = lengths.into_iter().cycle().take(sequences).collect();
+            batch
+        };
+        try_ragged(&kernel, &templates(), 8, 500 + number, many).map(drop)
     });
 }
 

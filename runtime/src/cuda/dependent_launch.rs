@@ -11,7 +11,8 @@ use std::mem::zeroed;
 /// it becomes a programmatic one.
 ///
 /// # Safety
-/// That of `cuLaunchKernel`; the kernel executes `griddepcontrol.wait` before it touches memory.
+/// That of `cuLaunchKernel`; the kernel executes `griddepcontrol.wait` before it writes
+/// memory or relies on what it read of it.
 pub(super) unsafe fn launch(
     function: CUfunction,
     stage: &Stage,

@@ -32,7 +32,7 @@ struct Copies {
     int team, stage, slot;
     i64 unit, end;            // of the whole batch: the next share's first, and the range's end
     i64 each;                 // as in Range
-    int more, tile_units;
+    int more, tile_units, pieces;
     Group group;
     int sequence, kv_head, tile, first_unit;
     Sequence s;
@@ -49,6 +49,7 @@ struct Copies {
         : group(group), page_tokens(args.page_tokens) {
         team = of_team, stage = 0, slot = 0;
         unit = range.begin, end = range.end, each = range.each, more = range.more, tile_units = range.tile_units;
+        pieces = range.pieces;
         sequence = range.sequence, kv_head = range.kv_head, tile = range.tile, first_unit = range.unit;
         within = false;
         to_k = base + Layout::ring(team) + Lanes<TileK>::first();
@@ -77,7 +78,9 @@ struct Copies {
             to.units = share;
             // Divisions for the two tiles at most that others have a part in.
             int begins = blockIdx.x, ends = blockIdx.x;
-            if (share != units) {
+            if (pieces > 1) {
+                begins = int(blockIdx.x / u32(pieces)) * pieces, ends = begins + pieces - 1;
+            } else if (share != units) {
                 begins = owner_of(tile_unit, each, more), ends = owner_of(tile_unit + units - 1, each, more);
             }
             to.first = begins, to.pieces = ends - begins + 1, to.nth = int(blockIdx.x) - begins;

@@ -18,10 +18,10 @@ struct Step {
 };
 
 // Rows of O that are merged at once: as many as have room with those of all teams. Eight rows of a warp lie on
-// different banks.
+// different banks. Thread blocks of which more than two are to fit beside each other have less room.
 constexpr int kPieceColumns = round_up(kHeadDimV, 16);
 constexpr int kMergePitch = kPieceColumns + 8;
-constexpr int kMergeFloats = max_of(6144, kKeyWarps * kMergePitch);
+constexpr int kMergeFloats = max_of(kBlocksPerSM > 2 ? 768 * kRowWarps * kKeyWarps : 6144, kKeyWarps * kMergePitch);
 constexpr int kMergeRows = kMergeFloats / (kKeyWarps * kMergePitch);
 
 struct Layout {
@@ -45,7 +45,6 @@ struct Layout {
     }
 };
 static_assert(Layout::kBytes == @{ smem_bytes }@, "the shared memory that the host asks for");
-static_assert(512 <= Layout::kBytes && sizeof(Range) <= 256 && kThreads <= 512, "the scan over the sequences");
 static_assert(sizeof(Share) % 8 == 0 && sizeof(Step) == 16 && Layout::kShares % 8 == 0, "aligned");
 
 __device__ __forceinline__ Step& step_at(int team, int stage) {

@@ -74,8 +74,10 @@ inline void shl_b32(u32& d, u32 x, u32 count) { d = count > 31 ? 0 : x << count;
 inline void mov_u32(u32& d, u32 x) { d = x; }
 inline void mov_b32(u32& d, u16 low, u16 high) { d = low | u32(high) << 16; }
 inline void mov_b32(u16& low, u16& high, u32 x) { low = u16(x), high = u16(x >> 16); }
+inline void mov_b32(int& d, int x) { d = x; }
 void prmt_b32(u32& d, u32 x, u32 y, u32 selector);
 inline void add_u16x2(u32& d, u32 x, u32 y) { d = ((x & 0xffff0000) + (y & 0xffff0000)) | ((x + y) & 0xffff); }
+template <typename T> void ld_global_cg_b32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_global_cg_u32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_global_cg_f32(T& d, const T* p) { d = *p; }
 template <typename T> void ld_relaxed_gpu_global_u32(T& d, const T* p) { d = *p; }
@@ -122,8 +124,8 @@ void mbarrier_arrive_expect_tx_shared__cta_b64(u32 address, u32 bytes);
 void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity, u32 nanoseconds);
 void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity);
 void nanosleep_u32(u32 nanoseconds);
-// Launches come one after the other here.
-inline void griddepcontrol_wait() {}
+// Launches come one after the other here: what the one before writes comes late to this block.
+void griddepcontrol_wait();
 inline void griddepcontrol_launch_dependents() {}
 void setmaxnreg_dec_sync_aligned_u32(u32 registers);
 void setmaxnreg_inc_sync_aligned_u32(u32 registers);

@@ -41,7 +41,7 @@ pub(super) fn cost(kernel: &Kernel, s: &Sm80RaggedSchedule, shape: &Shape, devic
     let unit = f64::from(s.block_kv * s.key_warps);
     let shares =
         (tiles * (of_tile / unit).ceil() / units / f64::from(s.blocks_per_sm)).ceil() * f64::from(s.blocks_per_sm);
-    let pieces = (units / tiles).max(1.0);
+    let pieces = (units * f64::from(s.blocks_per_sm) / tiles).max(1.0);
     shares * unit * key + MERGE[0] + MERGE[1] * pieces * f64::from(packed.min(s.rows()))
 }
 

@@ -1,5 +1,6 @@
 //! `forward/sm80_ragged`: mma.sync and cp.async over ragged batches, whose keys persistent thread blocks share evenly
-//! (Flash-Decoding; stream-K over key blocks, as in LeanAttention, arXiv 2405.10480).
+//! (Flash-Decoding; stream-K over key blocks, as in LeanAttention, arXiv 2405.10480), or by whole tiles or equal pieces
+//! where all tiles have as many.
 //!
 //! One kernel for decode, chunks and prompts: the tile has 16 to 128 rows of all heads of a KV head. cp.async takes any
 //! page size, stride and index at 16 bytes a row, and at decode's rates costs no bandwidth: a multiprocessor needs a
@@ -16,11 +17,33 @@ use super::{Dtypes, KernelFamily};
 use crate::abi::ArgsLayout;
 use crate::launch::{Holds, LaunchPlan, Region, SPLIT_COUNTER_BYTES, Stage, StageEntry};
 use crate::traffic::Walk;
-use crate::{Arch, Constraint, DType, Error, Op, Problem, Resources, Result, Shape, ShapeBucket};
+use crate::{Arch, Constraint, DType, Error, MaskKind, Op, Problem, Resources, Result, Shape, ShapeBucket};
 
 /// Keys that take as long as a tile takes beside its keys. On an H200, four long sequences among sixty short ones took
 /// 258 us by 256 keys, 250 by 128, 277 by none.
 const TILE_KEYS: u32 = 128;
+/// The most that the fullest thread block may have of whole tiles or equal pieces, in percent of an even range. Reading
+/// 16-bit keys takes all thread blocks: with 120 of 132 at work 15 x 8192 take 132 us on an H200, by even ranges 129.
+/// Quantised keys are bound by their products, and merges cost more beside them: 14 x 8192 take 75 by 112 of 132 and
+/// 78, 13 x 8192 by 104 of them as long as by even ranges.
+const FULLEST: u32 = 107;
+const FULLEST_QUANTISED: u32 = 120;
+
+fn fullest(problem: &Problem) -> u32 {
+    let quantised = problem.kv.store().is_some_and(|store| store.element.bytes(problem.dtype) == 1);
+    if quantised { FULLEST_QUANTISED } else { FULLEST }
+}
+
+/// The pieces of every tile where all have as many spans, 1 of whole tiles; none where thread blocks have even ranges.
+/// What the kernel does by the lengths that it finds (`range.cuh`).
+fn pieces_of_each(tiles: u64, spans: u64, blocks: u64, fullest: u32) -> Option<u64> {
+    if tiles > blocks {
+        return (tiles.div_ceil(blocks) * blocks * 100 <= tiles * u64::from(fullest)).then_some(1);
+    }
+    let (pieces, all) = ((blocks / tiles).min(spans), tiles * spans);
+    let most = spans.div_ceil(pieces) * blocks;
+    (most < all + blocks || most * 100 <= all * u64::from(fullest)).then_some(pieces)
+}
 
 schedule! {
     /// How an mma.sync GPU computes a ragged batch.
@@ -155,6 +178,7 @@ impl KernelFamily for Sm80RaggedSchedule {
     fn constants(&self, problem: &Problem, constants: &mut Constants) {
         let of_heads = problem.program.and_then(|p| p.mask_axes()).is_some_and(|axes| axes.head || axes.kv_head);
         constants.insert("mask_of_heads", of_heads.to_string());
+        constants.insert("fullest", fullest(problem).to_string());
         constants.insert("tile_units", TILE_KEYS.div_ceil(self.block_kv * self.key_warps).to_string());
         constants.insert("counter_bytes", SPLIT_COUNTER_BYTES.to_string());
         constants.insert("shared_q", resources::shares_q(self, problem).to_string());
@@ -180,17 +204,34 @@ impl KernelFamily for Sm80RaggedSchedule {
         let spans = tiles * usual.seen(self.rows().into()).div_ceil(span).max(1);
         let blocks = u64::from(usual.units * self.blocks_per_sm).min(spans.max(1));
         let share = spans.div_ceil(blocks.max(1));
-        let of_tile = (spans / tiles.max(1)).div_ceil(share.max(1));
-        let pieces = match of_tile {
-            0 | 1 => "most tiles are in one share and need none".to_owned(),
-            n => format!("about {n} pieces a tile"),
+        let each = spans / tiles.max(1);
+        let rows = self.rows();
+        // Of causal masks the tiles of a sequence differ, of a program's any may.
+        let one_tile = usual.packed() <= rows.into() || usual.problem.mask == MaskKind::FULL;
+        let alike = tiles != 0 && one_tile && usual.problem.program.is_none_or(|p| p.mask_axes().is_none());
+        let alike = alike.then(|| pieces_of_each(tiles, each, blocks, fullest(usual.problem))).flatten();
+        let (split, pieces) = match alike {
+            Some(1) => (
+                format!("{} thread blocks have whole tiles of {tiles} of up to {rows} rows", blocks.min(tiles)),
+                "tiles are whole and need none".to_owned(),
+            ),
+            Some(n) => (
+                format!("{} thread blocks have a piece each of {tiles} tiles of up to {rows} rows", n * tiles),
+                format!("{n} pieces a tile"),
+            ),
+            None => (
+                format!("stream-K: {blocks} thread blocks share {tiles} tiles of up to {rows} rows evenly"),
+                match each.div_ceil(share.max(1)) {
+                    0 | 1 => "most tiles are in one share and need none".to_owned(),
+                    n => format!("about {n} pieces a tile"),
+                },
+            ),
         };
+        let or = if alike.is_some() { ", or by stream-K where sequences differ in length" } else { "" };
         let piece = resources::piece_bytes(self, usual.problem) / 2;
         Some(RaggedAccount {
             split: format!(
-                "stream-K: {blocks} thread blocks share {spans} spans of {span} keys of {tiles} tiles of up to {} \
-                 rows, about {share} each; {} teams a block",
-                self.rows(),
+                "{split}: {each} spans of {span} keys a tile, about {share} a block{or}; {} teams a block",
                 self.key_warps
             ),
             merge: format!(
@@ -203,5 +244,30 @@ impl KernelFamily for Sm80RaggedSchedule {
 
     fn walk(&self, _: &Problem, shape: &Shape) -> Walk {
         Walk::plain((self.rows() / shape.group()).max(1), self.block_kv, shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_that_are_alike_are_dealt_out_whole_or_in_equal_pieces() {
+        for (tiles, spans, blocks, quantised, pieces) in [
+            (8, 32, 132, false, Some(16)),  // 1 x 4k of 8 KV heads
+            (128, 64, 132, false, Some(1)), // 16 x 8k
+            (64, 64, 132, false, Some(2)),
+            (512, 32, 132, false, Some(1)), // four whole ones at most, 3 % more than even
+            (120, 64, 132, false, None),    // 10 % more
+            (120, 64, 132, true, Some(1)),
+            (104, 64, 132, true, None),
+            (8, 33, 132, false, None), // some pieces have three, by even ranges thread blocks have two
+            (24, 11, 132, true, None),
+            (140, 64, 132, true, None),  // some have two, others one
+            (3, 2, 132, false, Some(2)), // pieces of one span
+        ] {
+            let fullest = if quantised { FULLEST_QUANTISED } else { FULLEST };
+            assert_eq!(pieces_of_each(tiles, spans, blocks, fullest), pieces, "{tiles} {spans} {quantised}");
+        }
     }
 }

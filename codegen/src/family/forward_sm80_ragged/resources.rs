@@ -18,8 +18,9 @@ fn pitch(dim: u32, problem: &Problem) -> u32 {
     (dim * cache_bytes(problem)).next_multiple_of(32)
 }
 
-/// Floats that the merge has at least.
+/// Floats that the merge has at least, and those of each warp where more than two thread blocks are to fit.
 const MERGE_FLOATS: u32 = 6144;
+const MERGE_FLOATS_OF_WARP: u32 = 768;
 
 fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
     let stage = s.block_kv * (pitch(problem.head_dim_qk, problem) + pitch(problem.head_dim_v, problem));
@@ -31,7 +32,9 @@ fn smem_bytes(s: &Sm80RaggedSchedule, problem: &Problem) -> u32 {
     let rings = s.key_warps * s.stages * (stage + scales + STEP) + s.key_warps * (s.stages + 1) * SHARE;
     let queries = (rings + s.key_warps * s.rows() * 8 + 16).next_multiple_of(16);
     let merge = queries + if shares_q(s, problem) { s.row_warps * m_tiles(s) * steps_qk(problem) * 512 } else { 0 };
-    merge + 4 * (s.key_warps * (problem.head_dim_v.next_multiple_of(16) + 8)).max(MERGE_FLOATS)
+    let warps = s.row_warps * s.key_warps;
+    let least = if s.blocks_per_sm > 2 { MERGE_FLOATS_OF_WARP * warps } else { MERGE_FLOATS };
+    merge + 4 * (s.key_warps * (problem.head_dim_v.next_multiple_of(16) + 8)).max(least)
 }
 
 const fn m_tiles(s: &Sm80RaggedSchedule) -> u32 {

@@ -18,17 +18,19 @@ struct Sequence {
     int window_left, window_right;
 };
 
-// Lengths are clamped to their bounds, whatever the arrays hold: what a host promised is what is read.
-__device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
+// Lengths are clamped to their bounds, whatever the arrays hold: what a host promised is what is read. By `read`, which
+// takes an array, an index and the words of an entry.
+template <typename Read>
+__device__ __forceinline__ Sequence sequence_by(const RaggedArgs& args, int b, Read read) {
     const int words = args.length_words;
-    const auto entry = [&](const int* array, int i) { return read_entry(array, i, words); };
+    const auto entry = [&](const int* array, int i) { return read(array, i, words); };
     const Entry q_begin = entry(args.q_begin, b), q_end = entry(args.q_begin, b + 1);
     const Entry q_length = entry(args.q_lengths, b), kv_length = entry(args.kv_lengths, b);
     const Entry pages_begin = entry(args.pages_begin, b), pages_end = entry(args.pages_begin, b + 1);
     const Entry last_page = entry(args.last_page, b), left_pad = entry(args.left_pad, b);
     const Entry kv_begin = entry(args.kv_begin, b), kv_end = entry(args.kv_begin, b + 1);
     const Entry added_begin = entry(args.kv_added_begin, b), added_end = entry(args.kv_added_begin, b + 1);
-    const Entry slot = read_entry(args.slots, b, args.table_words);
+    const Entry slot = read(args.slots, b, args.table_words);
 
     Sequence s;
     s.q_row = 0, s.q_len = args.q_len;
@@ -63,6 +65,9 @@ __device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
     }
     s.window_left = args.window_left, s.window_right = args.window_right;
     return s;
+}
+__device__ __forceinline__ Sequence sequence_of(const RaggedArgs& args, int b) {
+    return sequence_by(args, b, [](const int* array, int i, int words) { return read_entry(array, i, words); });
 }
 
 // Division of places by the tokens of a page.

@@ -1,6 +1,6 @@
 // Programmatic dependent launch (PTX griddepcontrol): a kernel's thread blocks may start while the launch before it in
 // the stream still runs, which hides the launch itself and the drain of the one before. Until it waits, a kernel
-// touches no memory that others write or read.
+// writes nothing that others read or write, and what it reads of them it reads again.
 
 // The runtime starts no stage early of a module without this symbol: a kernel that does not wait must not start so.
 extern "C" __device__ unsigned ft_waits_for_launch_before = 1;
