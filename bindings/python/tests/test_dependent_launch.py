@@ -42,7 +42,7 @@ class LateLengths(unittest.TestCase):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             # One thread block's threads are more than the sequences, and fewer.
             for batch, heads, kv_heads in ((1, 32, 8), (5, 16, 2), (48, 32, 8), (300, 4, 1)):
-                with self.subTest(dtype=dtype, batch=batch):
+                with self.subTest(dtype=dtype, batch=batch), torch.cuda.stream(torch.cuda.Stream()):
                     self.compare(late, rows, dtype, batch, heads, kv_heads)
 
     def compare(self, late, rows, dtype, batch, heads, kv_heads):
@@ -54,9 +54,8 @@ class LateLengths(unittest.TestCase):
         table = torch.randperm(pages, dtype=torch.int32, **on).view(batch, -1)
         lengths = torch.zeros(batch, dtype=torch.int32, **on)
 
-        def call():
-            out = torch.full_like(q, float("nan"))
-            return flashtune.flash_attn_with_kvcache(
+        def call(out):
+            flashtune.flash_attn_with_kvcache(
                 q, k, v, cache_seqlens=lengths, block_table=table, causal=True, max_seqlen_k=rows, out=out
             )
 
@@ -65,14 +64,15 @@ class LateLengths(unittest.TestCase):
             after = torch.randint(0, rows + 1, (1 if i % 3 == 0 else batch,), dtype=torch.int32, **on)
             after = after.expand(batch).contiguous()
             lengths.copy_(after)
-            wanted = call()
+            wanted, found = (torch.full_like(q, float("nan")) for _ in range(2))
+            call(wanted)
             anything = torch.randint(-(2**31), 2**31, (batch,), dtype=torch.int64, **on).to(torch.int32)
             lengths.copy_(before if i % 2 else anything)
             torch.cuda.synchronize()
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
                 arguments = (lengths.data_ptr(), after.data_ptr(), batch, cupy.uint64(NANOSECONDS))
                 late((1,), (64,), arguments)
-            found = call()
+            call(found)  # nothing is launched between the two: it would wait for the lengths
             torch.cuda.synchronize()
             self.assertTrue(torch.equal(found, wanted), f"call {i}")
 
