@@ -50,6 +50,7 @@ constexpr int kBlocksPerSM = @{ blocks_per_sm }@;
 <% include "lib/cuda/ptx/warp.cuh" %>
 <% include "lib/cuda/ptx/dependent_launch.cuh" %>
 <% include "lib/cuda/ptx/global_memory.cuh" %>
+<% include "lib/cuda/ptx/global_counter.cuh" %>
 <% include "lib/cuda/attention/tile.cuh" %>
 <% include "lib/cuda/attention/divisor.cuh" %>
 <% include "lib/cuda/attention/row_tile.cuh" %>
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
             const Share& share = share_at(team, slot);
             slot = slot + 1 == kShareSlots ? 0 : slot + 1;
             left -= share.units;
-            merge(args, group, team, share, rows, softmax, o, v_reference);
+            merge(args, group, team, share, rows, softmax, o, v_reference, left <= 0);
             if (left <= 0) return;
         }
     }

@@ -10,10 +10,10 @@
 // few, every thread block has one share or two, and the units of keys alone are even: 16 x 8192 took 141 us so, and 150
 // us with units for tiles.
 //
-// Where all tiles have as many units, as in a batch of one length, a thread block has whole tiles or one of the equal
-// pieces of a tile instead, unless that leaves too many of them idle: no tile is cut where the ranges of two meet. us,
-// even ranges and so (H200, 32/8 heads of 128): 8 x 8192 with 4 rows 81.3 and 76.4, 32 x 8192 of 8/1 heads 45.7 and
-// 43.5, 16 x 8192 133.8 and 131.6, in e4m3 8 x 8192 with 4 rows 57.9 and 50.9.
+// Where all sequences have as many tiles and these as many units, as in a batch of one length, a thread block has
+// whole tiles or one of the equal pieces of a tile instead, unless that leaves too many of them idle: no tile is cut
+// where the ranges of two meet. us, even ranges and so (H200, 32/8 heads of 128): 8 x 8192 with 4 rows 81.3 and 76.4,
+// 32 x 8192 of 8/1 heads 45.7 and 43.5, 16 x 8192 133.8 and 131.6, in e4m3 8 x 8192 with 4 rows 57.9 and 50.9.
 constexpr int kTileUnits = @{ tile_units }@;
 
 struct Range {

@@ -9,7 +9,7 @@ namespace {
 struct Named {
     u32 threads, arrived;
     u64 round;
-    bool any, last_any;  // what bar.red gathers, and what it gave in the last round
+    u32 counted, last_counted;  // for how many threads bar.red was given true, in this round and in the last one
     std::vector<Thread*> waiting;
 } all_named[16];
 
@@ -57,8 +57,8 @@ bool arrive(Named& b, u32 id, u32 count) {
     if (++b.arrived < count) return false;
     b.arrived = 0;
     b.round++;
-    b.last_any = b.any;
-    b.any = false;
+    b.last_counted = b.counted;
+    b.counted = 0;
     for (Thread* t : b.waiting) wake(*t);
     b.waiting.clear();
     return true;
@@ -68,7 +68,7 @@ bool arrive(Named& b, u32 id, u32 count) {
 
 namespace barriers {
 void reset() {
-    for (Named& b : all_named) b.arrived = 0, b.round = 0, b.any = false, b.waiting.clear();
+    for (Named& b : all_named) b.arrived = 0, b.round = 0, b.counted = 0, b.waiting.clear();
     mbarriers.clear();
     initialised_for_copies = false;
     pool = 0;
@@ -108,10 +108,15 @@ void bar_sync(u32 id, u32 count) {
     while (b.round == round) block("named barrier", id, count);
 }
 // Nobody can start another round before all have seen the result: the barrier needs them all.
-void bar_red_or_pred(bool& any, u32 id, u32 count, bool mine) {
-    named(id).any |= mine;
+void bar_red_popc_u32(u32& counted, u32 id, u32 count, bool mine) {
+    named(id).counted += mine;
     bar_sync(id, count);
-    any = named(id).last_any;
+    counted = named(id).last_counted;
+}
+void bar_red_or_pred(bool& any, u32 id, u32 count, bool mine) {
+    u32 counted;
+    bar_red_popc_u32(counted, id, count, mine);
+    any = counted != 0;
 }
 void bar_arrive(u32 id, u32 count) {
     maybe_switch(64);

@@ -154,11 +154,12 @@ inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline void __syncwarp(unsigned lanes = 0xffffffff) { ptx::exchange("__syncwarp", lanes, 0); }
 inline void __syncthreads() { ptx::synchronize_block(); }
-inline int __syncthreads_or(int x) {
-    bool any;
-    ptx::bar_red_or_pred(any, 0, unsigned(ptx::kernel.threads), x != 0);
-    return any;
+inline int __syncthreads_count(int x) {
+    unsigned counted;
+    ptx::bar_red_popc_u32(counted, 0, unsigned(ptx::kernel.threads), x != 0);
+    return int(counted);
 }
+inline int __syncthreads_or(int x) { return __syncthreads_count(x) != 0; }
 inline unsigned __cvta_generic_to_shared(const void* p) { return ptx::shared_address(p); }
 
 // Dynamic shared memory: kernels declare it as an array of unknown size. What they do with it by pointers is not

@@ -116,6 +116,7 @@ void fence_proxy_async();
 
 void bar_sync(u32 id, u32 threads);
 void bar_arrive(u32 id, u32 threads);
+void bar_red_popc_u32(u32& counted, u32 id, u32 threads, bool mine);
 void bar_red_or_pred(bool& any, u32 id, u32 threads, bool mine);
 void mbarrier_init_shared__cta_b64(u32 address, u32 arrivals);
 void fence_mbarrier_init_release_cluster();

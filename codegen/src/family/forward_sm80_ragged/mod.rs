@@ -34,8 +34,8 @@ fn fullest(problem: &Problem) -> u32 {
     if quantised { FULLEST_QUANTISED } else { FULLEST }
 }
 
-/// The pieces of every tile where all have as many spans, 1 of whole tiles; none where thread blocks have even ranges.
-/// What the kernel does by the lengths that it finds (`range.cuh`).
+/// The pieces of every tile where all sequences have as many tiles and these as many spans, 1 of whole tiles; none
+/// where thread blocks have even ranges. What the kernel does by the lengths that it finds (`range.cuh`).
 fn pieces_of_each(tiles: u64, spans: u64, blocks: u64, fullest: u32) -> Option<u64> {
     if tiles > blocks {
         return (tiles.div_ceil(blocks) * blocks * 100 <= tiles * u64::from(fullest)).then_some(1);
