@@ -65,6 +65,12 @@
 // Rows that attend to nothing have the log-sum-exp +infinity, and not -infinity.
 #define FLASHTUNE_RAGGED_LSE_EMPTY_POSITIVE 4
 
+// `flashtune_repeat_call` gives this for a call that is not known.
+#define FLASHTUNE_CALL_IS_NOT_KNOWN -1
+
+// `stream_at` of arguments without a stream: the function takes it beside them.
+#define FLASHTUNE_STREAM_IS_APART UINT64_MAX
+
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -1127,6 +1133,23 @@ typedef struct flashtune_ragged {
   const float *o_scale;
 } flashtune_ragged;
 
+// What is called of the interpreter.
+typedef struct flashtune_python {
+  // PyLong_AsUnsignedLongLong.
+  uint64_t (*as_number)(void *object);
+  // PyLong_FromLong.
+  void *(*from_number)(long number);
+  // PyErr_Clear.
+  void (*clear_error)(void);
+  // PyEval_SaveThread.
+  void *(*release)(void);
+  // PyEval_RestoreThread, which may end the thread where the interpreter has ended.
+  void (*acquire)(void *state);
+} flashtune_python;
+
+// `dltensor_from_py_object_no_sync` of a package's DLPackExchangeAPI: 0, or -1 with a Python exception set.
+typedef int (*flashtune_python_read)(void *object, struct flashtune_dl_tensor *tensor);
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1370,6 +1393,48 @@ flashtune_status flashtune_forward_ragged(flashtune_engine engine, const struct 
 // # Safety
 // As `flashtune_forward_ragged`.
 flashtune_status flashtune_prepare_ragged(flashtune_engine engine, const struct flashtune_ragged *args);
+
+// For Python alone, before the others: what is called of the interpreter. The first call counts.
+//
+// # Safety
+// `functions` is NULL or valid, and its functions are what they are called.
+flashtune_status flashtune_python_functions(const struct flashtune_python *functions);
+
+// For Python alone, by a thread that holds the interpreter's lock: remembers a call that succeeded, for
+// `flashtune_repeat_call` with tensors of the same forms and the same `number`, which the host has for everything else
+// that the call was given.
+//
+// `read`: what reads the tensors. `ragged`: 0 for `flashtune_forward`, 1 for `flashtune_forward_ragged`. `args`: the
+// call's arguments, of which nothing but the struct itself is kept; `places`: where in it the address of each tensor
+// stands, in bytes; `stream_at`: where the stream does, or FLASHTUNE_STREAM_IS_APART. `objects`: the tensors. A call
+// of tensors that cannot be read is not remembered.
+//
+// Fails with INVALID_ARGUMENT for more than 12 tensors, for arguments of more than 1024 bytes or no whole words, and
+// for places that are none; INVALID_HANDLE.
+//
+// # Safety
+// The pointers are valid, with as many places and objects as `count` says, the objects such that `read` is for.
+flashtune_status flashtune_remember_call(flashtune_engine engine,
+                                         uint64_t number,
+                                         flashtune_python_read read,
+                                         int32_t ragged,
+                                         const uint64_t *args,
+                                         uint64_t size,
+                                         const uint64_t *places,
+                                         uint64_t stream_at,
+                                         void *const *objects,
+                                         uint64_t count);
+
+// For Python alone, as a function of METH_FASTCALL, which costs a tenth of what ctypes does: a call that
+// `flashtune_remember_call` knows, over other tensors of the same forms. Its arguments are the engine, the number, the
+// stream and the address of what reads tensors, and up to 12 tensors. The interpreter's lock is given away while the
+// call is made. Gives a number: FLASHTUNE_CALL_IS_NOT_KNOWN where none such is known, a tensor cannot be read, or the
+// arguments are others; else a flashtune_status.
+//
+// # Safety
+// `args` has `count` objects of Python, the tensors being such that the fourth reads; the call itself as
+// `flashtune_forward` or `flashtune_forward_ragged`.
+void *flashtune_repeat_call(void*, void *const *args, ptrdiff_t count);
 
 // Loads the kernels of the problems and sizes that a file lists (as `flashtune_write_untuned` writes it), compiling or
 // tuning by the engine's policy, so that their first calls wait for nothing.

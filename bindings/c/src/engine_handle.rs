@@ -2,6 +2,7 @@
 
 use crate::error::{Failure, Result, guard};
 use crate::handles::Table;
+use crate::repeated::Calls;
 use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
 use crate::{fork, input, log, parallel};
 use engine::device::CudaDevice;
@@ -15,6 +16,8 @@ pub(crate) struct Opened {
     pub checked: bool,
     /// What [`crate::flashtune_explain`] tells about.
     pub last: Mutex<Option<Dispatch>>,
+    /// What [`crate::flashtune_repeat_call`] knows.
+    pub calls: Calls,
 }
 
 /// The engines of this process.
@@ -45,7 +48,7 @@ pub unsafe extern "C" fn flashtune_engine_open(options: *const Options, engine: 
         let built = unsafe { build(options.as_ref())? };
         let checked = options.is_some_and(|options| options.checked == 1);
         fork::watch();
-        let handle = ENGINES.insert(Opened { engine: built, checked, last: Mutex::new(None) });
+        let handle = ENGINES.insert(Opened { engine: built, checked, last: Mutex::new(None), calls: Calls::default() });
         // SAFETY: as above.
         unsafe { input::write(engine, "the engine's handle", handle) }
     })

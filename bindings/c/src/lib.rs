@@ -7,12 +7,13 @@
 //! The header is generated from the documented items of this crate (`cargo xtask header`); what is written there is for
 //! readers of C. No type of a Rust crate or of CUDA appears in it.
 //!
-//! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary;
+//! Architecture invariants: every function returns through [`error::guard`], so that no panic crosses the boundary (of
+//! the one that Python calls by itself, all that can panic does);
 //! handles are numbers looked up in a table, never addresses; structs of the caller are copied, by the size that they
 //! state, before a field is read. `unsafe` here reads and writes memory that the caller named (`input.rs`,
-//! `program.rs`, `block_mask.rs`, `dlpack.rs`), gives memory away and takes it back (`dlpack_results.rs`), registers
-//! the fork handler (`fork.rs`), and passes on the caller's promise about tensors (`forward.rs`, `backward.rs`,
-//! `ragged.rs`).
+//! `program.rs`, `block_mask.rs`, `dlpack.rs`, `repeated.rs`), gives memory away and takes it back
+//! (`dlpack_results.rs`), registers the fork handler (`fork.rs`), and passes on the caller's promise about tensors
+//! (`forward.rs`, `backward.rs`, `ragged.rs`, `repeated.rs`).
 
 // What is `pub` is in the header, which cbindgen generates.
 #![allow(unreachable_pub)]
@@ -35,6 +36,7 @@ mod prepared;
 mod program;
 mod quantise;
 mod ragged;
+mod repeated;
 mod serving;
 #[cfg(test)]
 mod tests;
@@ -61,6 +63,10 @@ pub use quantise::{
 pub use ragged::{
     RAGGED_LSE_EMPTY_POSITIVE, RAGGED_LSE_LOG2, RAGGED_SCALE, RaggedArgs, flashtune_forward_ragged,
     flashtune_prepare_ragged,
+};
+pub use repeated::{
+    CALL_IS_NOT_KNOWN, PythonFunctions, PythonRead, STREAM_IS_APART, flashtune_python_functions,
+    flashtune_remember_call, flashtune_repeat_call,
 };
 pub use serving::{
     flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_metrics, flashtune_write_untuned,

@@ -8,7 +8,7 @@ strides in elements, dtype, 0)``.
 import ctypes
 import sys
 
-from . import _dlpack
+from . import _dlpack, _known_calls
 from ._library import BF16, E4M3, F16, F32
 from .errors import InvalidTensor, Unsupported
 
@@ -35,6 +35,8 @@ class Torch:
         # The stream's handle without an object around it, where this PyTorch has the function.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+        # Looked for by the first call: the library is there by then.
+        self._known_calls = False
 
     def by_operator(self, q, k, v, program=None):
         """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or
@@ -180,6 +182,22 @@ class Torch:
             else:
                 return None
         return tuple(forms)
+
+    def known_calls(self):
+        """What makes calls that the library knows, or None."""
+        if self._known_calls is False:
+            self._known_calls = _known_calls.of_type(self.tensor)
+        return self._known_calls
+
+    def are_plain(self, ts):
+        """Whether these are tensors of which nobody has to see a call, and whose memory holds their values."""
+        grad, tensor = self.torch.is_grad_enabled(), self.tensor
+        if self.forward_ad._current_level >= 0:
+            return False
+        for t in ts:
+            if type(t) is not tensor or t.is_neg() or grad and t.requires_grad:
+                return False
+        return True
 
     def addresses(self, q, k, v):
         """Those of tensors of forms that were described before; None, or a RuntimeError, where :meth:`describe` has to
@@ -339,6 +357,10 @@ class NumPy:
         except ValueError:
             raise four_dims(name, t.shape, bshd) from None
         return self.address(t), b, h, s, d, sb // size, sh // size, ss // size, sd // size, dtype, 0
+
+    def known_calls(self):
+        """As for PyTorch."""
+        return None
 
     def forms(self, q, k, v):
         """As for PyTorch."""

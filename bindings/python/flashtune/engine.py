@@ -90,6 +90,8 @@ class Engine:
         # Plain calls that succeeded, by all that was looked at but addresses and the stream; ragged ones apart.
         self._again = {}
         self._again_ragged, self._again_backward = {}, {}
+        # Numbers of what calls are given beside tensors, by which the library knows them.
+        self._numbers = {}
 
     def forward(
         self,

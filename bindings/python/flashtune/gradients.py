@@ -9,7 +9,7 @@ from . import _library as abi
 from ._dense_call import mask_of
 from ._dropout import of_backward
 from ._programs import Program
-from ._repeated import plain_key
+from ._repeated import is_plain
 from ._serving_call import Call, window_of
 from ._tensors import adapter
 from .errors import InvalidArgument, Unsupported
@@ -116,8 +116,10 @@ def flash_attn_varlen_backward(
     if into is None and program is None and residual is None and dropout is None:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         given = q, k, v, dout, out, softmax_lse, dlse, *lengths
-        key = plain_key(adapter(q), given, softmax_scale, causal, window_size, (max_seqlen_q, max_seqlen_k))
-        if key is not None:
+        numbers = max_seqlen_q, max_seqlen_k
+        forms = adapter(q).forms_of(given) if is_plain(softmax_scale, causal, window_size, numbers) else None
+        if forms is not None:
+            key = forms, softmax_scale, causal, window_size, numbers
             found = _like_before(key, given, lengths)
             if found is not None:
                 return found

@@ -1,6 +1,9 @@
 """Calls like one before, which only fill in addresses: what changes between two of them is seen, and still checked."""
 
+import ctypes
+import functools
 import threading
+import time
 import unittest
 from unittest import mock
 
@@ -8,7 +11,7 @@ import numpy as np
 from reference import attention, visible
 
 import flashtune
-from flashtune import _tensors
+from flashtune import _known_calls, _tensors
 
 try:
     import torch
@@ -473,6 +476,140 @@ class Ragged(unittest.TestCase):
                 call(random((3, rows, 4, 16)), self.pages, self.pages, **options)
                 self.assertLessEqual(len(self.known), 4)
 
+
+
+@unittest.skipUnless(hasattr(getattr(torch, "Tensor", None), "__dlpack_c_exchange_api__"), "needs PyTorch 2.10")
+class KnownToTheLibrary(unittest.TestCase):
+    """Calls over tensors that the library reads by itself."""
+
+    def setUp(self):
+        torch.manual_seed(0)
+        self.engine = flashtune.default_engine("cpu")
+        self.engine._numbers.clear()
+
+    def run_counted(self, call):
+        """What a call gives, and whether the library knew it; None where it was not asked."""
+        answers, repeat = [], _known_calls.KnownCalls.repeat
+
+        def counted(*args):
+            answers.append(repeat(*args))
+            return answers[-1]
+
+        with mock.patch.object(_known_calls.KnownCalls, "repeat", counted):
+            return call(), answers[-1] if answers else None
+
+    def apart(self, call):
+        """The same where the tensors' package has no such interface, as a first call."""
+        self.engine._again.clear()
+        self.engine._again_ragged.clear()
+        with mock.patch.object(_tensors.Torch, "known_calls", lambda _: None):
+            return call()
+
+    def calls(self, seed):
+        torch.manual_seed(seed)
+        q, pages = torch.randn(3, 1, 4, 16), torch.randn(12, 4, 2, 16)
+        table = torch.randperm(12, dtype=torch.int32).view(3, 4)
+        lengths = torch.randint(1, 17, (3,), dtype=torch.int32)
+        packed, x = torch.randn(9, 4, 16), torch.randn(2, 9, 4, 16)
+        sums = torch.tensor([0, 1 + seed, 9], dtype=torch.int32)
+        off = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+        return {
+            "dense": lambda: flashtune.flash_attn_func(x, x, x, causal=True),
+            "another alignment": lambda: flashtune.flash_attn_func(off, off, off, causal=True),
+            "pages": lambda: flashtune.flash_attn_with_kvcache(
+                q, pages, pages, cache_seqlens=lengths, block_table=table, causal=True
+            ),
+            "packed": lambda: flashtune.flash_attn_varlen_func(packed, packed, packed, sums, sums, 8, 8, causal=True),
+        }
+
+    def test_a_call_of_a_form_is_known_after_the_second(self):
+        for name, call in self.calls(0).items():
+            if name != "another alignment":
+                self.assertEqual([self.run_counted(call)[1] for _ in range(3)], [None, None, True], name)
+        for seed in range(4):
+            for name, call in self.calls(seed).items():
+                (first, known), (second, again) = self.run_counted(call), self.run_counted(call)
+                self.assertTrue(known and again, name)
+                self.assertNotEqual(first.data_ptr(), second.data_ptr())
+                self.assertTrue(torch.equal(first, second) and torch.equal(first, self.apart(call)), name)
+
+    def test_what_is_forgotten_is_known_again(self):
+        call = self.calls(0)["pages"]
+        for _ in range(3):
+            call()
+        self.engine._numbers.clear()
+        self.assertEqual([self.run_counted(call)[1] for _ in range(2)], [None, True])
+        # More forms than the library keeps.
+        q, lengths = torch.randn(1, 1, 1, 16), torch.tensor([1], dtype=torch.int32)
+        for rows in range(1, 530):
+            cache = torch.randn(1, rows, 1, 16)
+            for _ in range(2):
+                flashtune.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+        want, asked = call(), [self.run_counted(call) for _ in range(3)]
+        self.assertTrue(asked[-1][1] and all(torch.equal(out, want) for out, _ in asked))
+
+    def test_other_forms_are_not_known(self):
+        x = torch.randn(2, 9, 4, 16)
+        for _ in range(2):
+            flashtune.flash_attn_func(x, x, x)
+        by_heads = x.transpose(1, 2).contiguous().transpose(1, 2)
+        for q, k in ((x[:, 1:], x), (x, x[:, ::2]), (by_heads, x), (x, by_heads), (x.half(), x.half()), (x[:1], x[:1])):
+            call = functools.partial(flashtune.flash_attn_func, q, k, k)
+            out, known = self.run_counted(call)
+            self.assertIs(known, False)
+            self.assertTrue(out.is_contiguous() and torch.equal(out, self.apart(call)))
+        for options in ({"causal": True}, {"softmax_scale": 0.5}, {"return_lse": True}, {"window_size": (2, 2)}):
+            self.assertIsNone(self.run_counted(lambda: flashtune.flash_attn_func(x, x, x, **options))[1])
+        # The library is not asked where somebody has to look at a tensor.
+        for q in (torch._neg_view(x), x.clone().requires_grad_(), torch.nn.Parameter(x)):
+            call = functools.partial(flashtune.flash_attn_func, q, x, x)
+            try:
+                self.assertIsNone(self.run_counted(call)[1])
+            except flashtune.Unsupported as e:
+                self.assertIn("resolve_neg", str(e))
+
+    def test_failures_of_known_calls_are_errors(self):
+        call = self.calls(0)["dense"]
+        call(), call()
+        with mock.patch.object(self.engine, "_handle", 1):
+            with self.assertRaisesRegex(flashtune.Error, "engine"):
+                call()
+        self.assertTrue(self.run_counted(call)[1])
+
+    def test_other_threads_go_on(self):
+        x = torch.randn(1, 4096, 8, 64)
+        flashtune.flash_attn_func(x, x, x), flashtune.flash_attn_func(x, x, x)
+        times, done = [], threading.Event()
+
+        def count():
+            while not done.is_set():
+                times.append(time.perf_counter())
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        try:
+            begin = time.perf_counter()
+            _, known = self.run_counted(lambda: flashtune.flash_attn_func(x, x, x))
+            end = time.perf_counter()
+        finally:
+            done.set()
+            thread.join()
+        self.assertTrue(known)
+        # A thread that waits for the lock notes nothing from the call's begin to its end.
+        within = [t for t in times if begin + 0.1 * (end - begin) < t < begin + 0.9 * (end - begin)]
+        self.assertGreater(len(within), 10)
+
+    def test_what_is_no_such_interface_is_none(self):
+        class Nothing:
+            __dlpack_c_exchange_api__ = 3
+
+        class OtherName:
+            __dlpack_c_exchange_api__ = ctypes.PYFUNCTYPE(
+                ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+            )(("PyCapsule_New", ctypes.pythonapi))(1, b"another", None)
+
+        for kind in (Nothing, OtherName, np.ndarray):
+            self.assertIsNone(_known_calls.of_type(kind))
 
 if __name__ == "__main__":
     unittest.main()
