@@ -163,7 +163,11 @@ class Torch:
 
     def addresses_of(self, ts):
         """Those of tensors that :meth:`forms_of` has taken, or RuntimeError where one has no memory to read."""
-        return [t.data_ptr() for t in ts]
+        addresses = [t.data_ptr() for t in ts]
+        # Within torch.func.functionalize tensors stand for others. To the library no address is no tensor.
+        if 0 in addresses and any(t.data_ptr() == 0 and t.numel() > 0 for t in ts):
+            raise RuntimeError("its address is 0, as where torch.func.functionalize is around the call")
+        return addresses
 
     def forms_of(self, ts):
         """All that :meth:`side` and :meth:`device` look at but the memory, of tensors or None, the first one a tensor,
@@ -221,7 +225,8 @@ class Torch:
         if t.layout is not self.torch.strided:
             raise Unsupported(f"the tensor {name} has the layout {t.layout}; convert it with to_dense()")
         try:
-            return t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
+            (address,) = self.addresses_of([t])
+            return address, tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")
         except RuntimeError as e:
             raise no_memory(name, e) from None
 

@@ -357,6 +357,11 @@ class RepeatedTorch(unittest.TestCase):
             call(q, caches.to_sparse(), caches, cache_seqlens=lengths)
         with self.assertRaises(flashtune.Unsupported):
             torch.vmap(lambda q: call(q, caches, caches, cache_seqlens=lengths))(q[None])
+        for _ in range(2):
+            with self.assertRaisesRegex(flashtune.Unsupported, "functionalize"):
+                torch.func.functionalize(lambda n: call(q, caches, caches, cache_seqlens=n))(lengths)
+        # Tensors without elements have no address either.
+        self.assertEqual(call(q[:0], caches, caches, cache_seqlens=lengths[:0]).shape, (0, 1, 4, 16))
 
 
 class Ragged(unittest.TestCase):
