@@ -68,9 +68,6 @@
 // `flashtune_repeat_call` gives this for a call that is not known.
 #define FLASHTUNE_CALL_IS_NOT_KNOWN -1
 
-// `stream_at` of arguments without a stream: the function takes it beside them.
-#define FLASHTUNE_STREAM_IS_APART UINT64_MAX
-
 // `softmax_scale` counts. Without this flag it must be 0, and the scale is 1 / sqrt(head dim of Q).
 #define FLASHTUNE_FORWARD_SCALE 1
 
@@ -1394,7 +1391,8 @@ flashtune_status flashtune_forward_ragged(flashtune_engine engine, const struct 
 // As `flashtune_forward_ragged`.
 flashtune_status flashtune_prepare_ragged(flashtune_engine engine, const struct flashtune_ragged *args);
 
-// For Python alone, before the others: what is called of the interpreter. The first call counts.
+// For Python alone, by a package of this version, before the others: what is called of the interpreter. The first call
+// counts.
 //
 // # Safety
 // `functions` is NULL or valid, and its functions are what they are called.
@@ -1406,8 +1404,7 @@ flashtune_status flashtune_python_functions(const struct flashtune_python *funct
 //
 // `read`: what reads the tensors. `ragged`: 0 for `flashtune_forward`, 1 for `flashtune_forward_ragged`. `args`: the
 // call's arguments, of which nothing but the struct itself is kept; `places`: where in it the address of each tensor
-// stands, in bytes; `stream_at`: where the stream does, or FLASHTUNE_STREAM_IS_APART. `objects`: the tensors. A call
-// of tensors that cannot be read is not remembered.
+// stands, in bytes. `objects`: the tensors. A call of tensors that cannot be read is not remembered.
 //
 // Fails with INVALID_ARGUMENT for more than 12 tensors, for arguments of more than 1024 bytes or no whole words, and
 // for places that are none; INVALID_HANDLE.
@@ -1421,7 +1418,6 @@ flashtune_status flashtune_remember_call(flashtune_engine engine,
                                          const uint64_t *args,
                                          uint64_t size,
                                          const uint64_t *places,
-                                         uint64_t stream_at,
                                          void *const *objects,
                                          uint64_t count);
 

@@ -65,8 +65,8 @@ pub use ragged::{
     flashtune_prepare_ragged,
 };
 pub use repeated::{
-    CALL_IS_NOT_KNOWN, PythonFunctions, PythonRead, STREAM_IS_APART, flashtune_python_functions,
-    flashtune_remember_call, flashtune_repeat_call,
+    CALL_IS_NOT_KNOWN, PythonFunctions, PythonRead, flashtune_python_functions, flashtune_remember_call,
+    flashtune_repeat_call,
 };
 pub use serving::{
     flashtune_counters, flashtune_preload, flashtune_seal, flashtune_write_metrics, flashtune_write_untuned,

@@ -8,7 +8,7 @@ use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
 use crate::forward::flashtune_forward;
 use crate::ragged::flashtune_forward_ragged;
-use crate::types::{EngineHandle, Status};
+use crate::types::{EngineHandle, ForwardArgs, Status};
 use std::collections::HashMap;
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -27,8 +27,6 @@ const MOST_CALLS: usize = 512;
 const MOST_BYTES: usize = 1024;
 /// `flashtune_repeat_call` gives this for a call that is not known.
 pub const CALL_IS_NOT_KNOWN: i32 = -1;
-/// `stream_at` of arguments without a stream: the function takes it beside them.
-pub const STREAM_IS_APART: u64 = u64::MAX;
 
 /// `dltensor_from_py_object_no_sync` of a package's DLPackExchangeAPI: 0, or -1 with a Python exception set.
 pub type PythonRead = unsafe extern "C" fn(object: *mut c_void, tensor: *mut DlTensor) -> c_int;
@@ -49,6 +47,9 @@ pub struct PythonFunctions {
     pub acquire: unsafe extern "C-unwind" fn(state: *mut c_void),
 }
 
+/// The word of [`ForwardArgs`] that has the stream, which `flashtune_forward_ragged` takes beside its struct.
+const STREAM_AT: usize = std::mem::offset_of!(ForwardArgs, stream) / 8;
+
 /// Those of the process's interpreter.
 static PYTHON: OnceLock<PythonFunctions> = OnceLock::new();
 
@@ -62,7 +63,6 @@ struct Known {
     words: Vec<u64>,
     /// Words of the tensors' addresses.
     places: Vec<usize>,
-    stream: Option<usize>,
 }
 
 /// The calls of an engine, by the host's number for everything but tensors, and the tensors' forms.
@@ -134,7 +134,8 @@ impl Seen {
     }
 }
 
-/// For Python alone, before the others: what is called of the interpreter. The first call counts.
+/// For Python alone, by a package of this version, before the others: what is called of the interpreter. The first call
+/// counts.
 ///
 /// # Safety
 /// `functions` is NULL or valid, and its functions are what they are called.
@@ -154,8 +155,7 @@ pub unsafe extern "C" fn flashtune_python_functions(functions: *const PythonFunc
 ///
 /// `read`: what reads the tensors. `ragged`: 0 for `flashtune_forward`, 1 for `flashtune_forward_ragged`. `args`: the
 /// call's arguments, of which nothing but the struct itself is kept; `places`: where in it the address of each tensor
-/// stands, in bytes; `stream_at`: where the stream does, or FLASHTUNE_STREAM_IS_APART. `objects`: the tensors. A call
-/// of tensors that cannot be read is not remembered.
+/// stands, in bytes. `objects`: the tensors. A call of tensors that cannot be read is not remembered.
 ///
 /// Fails with INVALID_ARGUMENT for more than 12 tensors, for arguments of more than 1024 bytes or no whole words, and
 /// for places that are none; INVALID_HANDLE.
@@ -172,7 +172,6 @@ pub unsafe extern "C" fn flashtune_remember_call(
     args: *const u64,
     size: u64,
     places: *const u64,
-    stream_at: u64,
     objects: *const *mut c_void,
     count: u64,
 ) -> Status {
@@ -192,12 +191,11 @@ pub unsafe extern "C" fn flashtune_remember_call(
         };
         // SAFETY: as above.
         let places = (0..count).map(|i| word(unsafe { places.add(i).read() })).collect::<Result<Vec<_>>>()?;
-        let stream = (stream_at != STREAM_IS_APART).then(|| word(stream_at)).transpose()?;
         // SAFETY: as above.
         let objects: Vec<_> = (0..count).map(|i| unsafe { objects.add(i).read() }).collect();
         // SAFETY: as above.
         if let Some(seen) = unsafe { Seen::of(read, number, &objects) } {
-            opened.calls.insert(seen.key(), Known { ragged: ragged != 0, words, places, stream });
+            opened.calls.insert(seen.key(), Known { ragged: ragged != 0, words, places });
         }
         Ok(())
     })
@@ -261,10 +259,10 @@ unsafe fn repeat(python: &PythonFunctions, args: *const *mut c_void, count: usiz
     for (place, address) in known.places.iter().zip(addresses) {
         args[*place] = address;
     }
-    if let Some(at) = known.stream {
-        args[at] = stream as u64;
-    }
     let ragged = known.ragged;
+    if !ragged {
+        args[STREAM_AT] = stream as u64;
+    }
     // Nothing is left to drop where the thread ends below.
     drop(known);
     // SAFETY: as above; a struct of this form has been taken before.
@@ -356,7 +354,7 @@ mod tests {
     #[test]
     fn known_calls_are_bounded() {
         let calls = Calls::default();
-        let known = || Known { ragged: false, words: vec![1], places: vec![0], stream: None };
+        let known = || Known { ragged: false, words: vec![1], places: vec![0] };
         for i in 0..MOST_CALLS as i64 {
             calls.insert(&[i, 0], known());
         }
@@ -370,10 +368,10 @@ mod tests {
         let (args, places) = ([0u64; 4], [0u64, 24]);
         let one = tensor(&[], &[]);
         let objects = [std::ptr::from_ref(&one).cast_mut().cast::<c_void>(); 2];
-        let remember = |engine, size, places: &[u64; 2], stream, count| {
+        let remember = |engine, size, places: &[u64; 2], count| {
             let (args, places) = (args.as_ptr(), places.as_ptr());
             // SAFETY: all are this module's own; nothing is read where there are more than are there.
-            unsafe { flashtune_remember_call(engine, 0, read, 0, args, size, places, stream, objects.as_ptr(), count) }
+            unsafe { flashtune_remember_call(engine, 0, read, 0, args, size, places, objects.as_ptr(), count) }
         };
         // SAFETY: zeros are what a struct begins with.
         let mut options: crate::Options = unsafe { std::mem::zeroed() };
@@ -383,15 +381,13 @@ mod tests {
         let opened = unsafe { crate::flashtune_engine_open(&options, &mut engine) };
         assert_eq!(opened as i32, 0);
         let refused = Status::InvalidArgument as i32;
-        assert_eq!(remember(engine, 32, &places, STREAM_IS_APART, 2) as i32, 0);
-        assert_eq!(remember(engine, 32, &places, 16, 2) as i32, 0);
-        assert_eq!(remember(engine, 32, &places, STREAM_IS_APART, 13) as i32, refused);
-        assert_eq!(remember(engine, 1032, &places, STREAM_IS_APART, 2) as i32, refused);
-        assert_eq!(remember(engine, 28, &places, STREAM_IS_APART, 2) as i32, refused);
-        assert_eq!(remember(engine, 24, &places, STREAM_IS_APART, 2) as i32, refused);
-        assert_eq!(remember(engine, 32, &[0, 4], STREAM_IS_APART, 2) as i32, refused);
-        assert_eq!(remember(engine, 32, &places, 32, 2) as i32, refused);
+        assert_eq!(remember(engine, 32, &places, 2) as i32, 0);
+        assert_eq!(remember(engine, 32, &places, 13) as i32, refused);
+        assert_eq!(remember(engine, 1032, &places, 2) as i32, refused);
+        assert_eq!(remember(engine, 28, &places, 2) as i32, refused);
+        assert_eq!(remember(engine, 24, &places, 2) as i32, refused);
+        assert_eq!(remember(engine, 32, &[0, 4], 2) as i32, refused);
         assert_eq!(crate::flashtune_engine_close(engine) as i32, 0);
-        assert_eq!(remember(engine, 32, &places, 16, 2) as i32, Status::InvalidHandle as i32);
+        assert_eq!(remember(engine, 32, &places, 2) as i32, Status::InvalidHandle as i32);
     }
 }

@@ -16,8 +16,8 @@ from .errors import InvalidArgument, InvalidTensor, Unsupported
 # Calls of an engine that are known by their form. One of 256 forms is found again as fast as one of two; a decode
 # without a cache meets a new one in each step, and starts over.
 MOST_CALLS = 256
-# Where flashtune_forward_args has the addresses of q, k, v and o, and the stream.
-_PLACES, _STREAM_AT = (8, 88, 168, 248), 336
+# Where flashtune_forward_args has the addresses of q, k, v and o.
+_PLACES = 8, 88, 168, 248
 # Of an element.
 _BYTES = {abi.F16: 2, abi.BF16: 2, abi.F32: 4, abi.E4M3: 1}
 # Behind what a repeated backward pass packs anew: window, mask, scale and a program come before packed sequences.
@@ -184,7 +184,7 @@ def attend_plain_again(engine, tensors, device, q, k, v, bshd, mask, scale, retu
     """A call without windows and options, if one like it has been made; else None."""
     # As `attend` writes them.
     options = (bshd, mask, 0, 0, scale, return_lse, top_left, grouped, None)
-    known_calls, out = tensors.known_calls(), None
+    known_calls, out = tensors.known_calls, None
     number = None if known_calls is None else engine._numbers.get(options)
     if number is not None and not (q.is_neg() or k.is_neg() or v.is_neg()):
         out = tensors.empty_like(q)
@@ -229,9 +229,9 @@ def _attend_again(engine, known, tensors, device, q, k, v, side=(), like_q=None,
         raise abi.failure(status)
     _engine._last = engine
     if options is not None and shape is None and lse is None and program is None:
-        known_calls = tensors.known_calls()
+        known_calls = tensors.known_calls
         if known_calls is not None:
-            known_calls.remember(engine, options, 0, args, _PLACES, _STREAM_AT, (q, k, v, out))
+            known_calls.remember(engine, options, 0, args, _PLACES, (q, k, v, out))
     return out if lse is None else (out, lse)
 
 

@@ -64,15 +64,15 @@ _KINDS = ((b"dltensor_versioned", b"used_dltensor_versioned", _Versioned), (b"dl
 _FRESH, _USED, _ = _KINDS[1]
 
 
-def _python(result, name, *arguments):
+def python(result, name, *arguments):
     # A prototype of our own: those of ctypes.pythonapi are shared by everybody in the process.
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-_is_valid = _python(ctypes.c_int, "PyCapsule_IsValid", ctypes.py_object, ctypes.c_char_p)
-_pointer = _python(ctypes.c_void_p, "PyCapsule_GetPointer", ctypes.py_object, ctypes.c_char_p)
-_rename = _python(ctypes.c_int, "PyCapsule_SetName", ctypes.py_object, ctypes.c_char_p)
-_capsule = _python(ctypes.py_object, "PyCapsule_New", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_is_valid = python(ctypes.c_int, "PyCapsule_IsValid", ctypes.py_object, ctypes.c_char_p)
+pointer = python(ctypes.c_void_p, "PyCapsule_GetPointer", ctypes.py_object, ctypes.c_char_p)
+_rename = python(ctypes.c_int, "PyCapsule_SetName", ctypes.py_object, ctypes.c_char_p)
+_capsule = python(ctypes.py_object, "PyCapsule_New", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _libc = ctypes.CDLL(None)
 _allocate = _libc.aligned_alloc
@@ -168,7 +168,7 @@ def take(name, t, stream=None):
         raise InvalidTensor(f"{name} is a {type(t).__name__} that exports no DLPack: {e}") from e
     for fresh, used, kind in _KINDS:
         if type(capsule).__name__ == "PyCapsule" and _is_valid(capsule, fresh):
-            view = View(capsule, _pointer(capsule, fresh), kind)
+            view = View(capsule, pointer(capsule, fresh), kind)
             _rename(capsule, used)
             try:
                 return view.read(name)
@@ -245,6 +245,8 @@ def result(shape, dtype):
 class Views:
     """The adapter of tensors that were taken. As :class:`flashtune._tensors.NumPy`."""
 
+    known_calls = None
+
     def by_operator(self, _q, _k, _v, _program=None):
         return False
 
@@ -261,9 +263,6 @@ class Views:
         return None
 
     def forms_of(self, _ts):
-        return None
-
-    def known_calls(self):
         return None
 
     def device(self, q, k, v):

@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import sys
 
+from . import _dlpack
 from . import _library as abi
 from . import engine as _engine
 
@@ -12,7 +13,7 @@ from . import engine as _engine
 MOST_TENSORS = 12
 # Numbers of an engine. More are those of a program whose calls all differ.
 MOST_NUMBERS = 256
-_NOT_KNOWN, _STREAM_IS_APART = -1, 2**64 - 1
+_NOT_KNOWN = -1
 _CAPSULE = b"dlpack_exchange_api"
 _counted = itertools.count()
 
@@ -60,9 +61,8 @@ def _read_of(kind):
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None) if sys.implementation.name == "cpython" else None
     if capsule is None:
         return None
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     try:
-        at = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, _CAPSULE)
+        at = _dlpack.pointer(capsule, _CAPSULE)
     except (ValueError, TypeError, ctypes.ArgumentError):
         return None
     while at:
@@ -96,15 +96,14 @@ class KnownCalls:
         self._remember = library.flashtune_remember_call
         self._remember.restype = ctypes.c_int32
         self._remember.argtypes = [
-            u64, u64, pointer, ctypes.c_int32, ctypes.c_char_p, u64, ctypes.POINTER(u64), u64, ctypes.POINTER(pointer),
-            u64,
+            u64, u64, pointer, ctypes.c_int32, ctypes.c_char_p, u64, ctypes.POINTER(u64), ctypes.POINTER(pointer), u64,
         ]  # fmt: skip
         # As an extension module would have it, which costs a tenth of a call by ctypes.
         function = ctypes.cast(library.flashtune_repeat_call, pointer).value
         method = _Method(b"repeat_call", function, _FASTCALL, None)
-        new = ctypes.PYFUNCTYPE(ctypes.py_object, pointer, ctypes.py_object, pointer)
+        new = _dlpack.python(ctypes.py_object, "PyCFunction_NewEx", pointer, ctypes.py_object, pointer)
         # It looks at its definition when it goes, and holds it as what it is a method of.
-        self._repeat = new(("PyCFunction_NewEx", ctypes.pythonapi))(ctypes.addressof(method), method, None)
+        self._repeat = new(ctypes.addressof(method), method, None)
 
     def repeat(self, engine, number, stream, *tensors):
         """Makes a call of these tensors, the result the last of them, if it is known; else False."""
@@ -116,9 +115,9 @@ class KnownCalls:
         _engine._last = engine
         return True
 
-    def remember(self, engine, options, ragged, args, places, stream_at, tensors):
-        """Of a call that succeeded, and that the library did not know: its arguments, where in them the address of each
-        tensor stands, and the stream, or None where it is apart."""
+    def remember(self, engine, options, ragged, args, places, tensors):
+        """Of a call that succeeded, and that the library did not know: its arguments, and where in them the address of
+        each tensor stands."""
         n = len(tensors)
         if n > MOST_TENSORS:
             return
@@ -131,5 +130,5 @@ class KnownCalls:
         # An engine that another thread has closed knows nothing; the call has its result all the same.
         self._remember(
             engine._handle, number, self._read, ragged, args, len(args), (ctypes.c_uint64 * n)(*places),
-            _STREAM_IS_APART if stream_at is None else stream_at, (ctypes.c_void_p * n)(*map(id, tensors)), n,
+            (ctypes.c_void_p * n)(*map(id, tensors)), n,
         )  # fmt: skip

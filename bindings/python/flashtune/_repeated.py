@@ -37,7 +37,7 @@ class Repeated:
     def run(self):
         """What the call gives, where one like it has been made; else None."""
         engine, tensors, given = self.engine, self.tensors, self.given
-        known_calls, like_q = tensors.known_calls(), None
+        known_calls, like_q = tensors.known_calls, None
         number = None if known_calls is None else engine._numbers.get(self.options)
         if number is not None and tensors.are_plain(given):
             like_q = tensors.empty_like(given[0])
@@ -76,7 +76,7 @@ class Repeated:
         _engine._last = engine
         if known_calls is not None and shape is None and lse is None:
             at = [_OFFSETS[_FIELDS.index(name)] for name in (*self.options[0], "o")]
-            known_calls.remember(engine, self.options, 1, args, at, None, (*given, out))
+            known_calls.remember(engine, self.options, 1, args, at, (*given, out))
         return out if lse is None else (out, lse)
 
     def remember(self, args, out, lse):

@@ -6,6 +6,7 @@ strides in elements, dtype, 0)``.
 """
 
 import ctypes
+import functools
 import sys
 
 from . import _dlpack, _known_calls
@@ -35,8 +36,6 @@ class Torch:
         # The stream's handle without an object around it, where this PyTorch has the function.
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.raw_stream = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
-        # Looked for by the first call: the library is there by then.
-        self._known_calls = False
 
     def by_operator(self, q, k, v, program=None):
         """Whether a call must be seen by PyTorch, as an operator of its own: because a gradient is asked for, or
@@ -187,11 +186,10 @@ class Torch:
                 return None
         return tuple(forms)
 
+    @functools.cached_property
     def known_calls(self):
-        """What makes calls that the library knows, or None."""
-        if self._known_calls is False:
-            self._known_calls = _known_calls.of_type(self.tensor)
-        return self._known_calls
+        """What makes calls that the library knows, or None. Looked for by the first call: the library is there then."""
+        return _known_calls.of_type(self.tensor)
 
     def are_plain(self, ts):
         """Whether these are tensors of which nobody has to see a call, and whose memory holds their values."""
@@ -293,6 +291,9 @@ def _field_of_address(numpy):
 class NumPy:
     """Arrays of NumPy, on the CPU. bfloat16 as the package ml_dtypes defines it."""
 
+    # As for PyTorch.
+    known_calls = None
+
     def __init__(self, numpy):
         self.numpy = numpy
         # Not their subclasses: the mask of a masked array would be lost.
@@ -362,10 +363,6 @@ class NumPy:
         except ValueError:
             raise four_dims(name, t.shape, bshd) from None
         return self.address(t), b, h, s, d, sb // size, sh // size, ss // size, sd // size, dtype, 0
-
-    def known_calls(self):
-        """As for PyTorch."""
-        return None
 
     def forms(self, q, k, v):
         """As for PyTorch."""

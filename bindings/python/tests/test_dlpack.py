@@ -266,7 +266,7 @@ class Hostile(Counted):
         class Used(Array):
             def __dlpack__(self, **asked):
                 capsule = super().__dlpack__(**asked)
-                _dlpack.View(capsule, _dlpack._pointer(capsule, b"dltensor_versioned"), _dlpack._Versioned).release()
+                _dlpack.View(capsule, _dlpack.pointer(capsule, b"dltensor_versioned"), _dlpack._Versioned).release()
                 _dlpack._rename(capsule, b"used_dltensor_versioned")
                 return capsule
 

@@ -1,6 +1,6 @@
 //! `forward/sm80_ragged`: mma.sync and cp.async over ragged batches, whose keys persistent thread blocks share evenly
 //! (Flash-Decoding; stream-K over key blocks, as in LeanAttention, arXiv 2405.10480), or by whole tiles or equal pieces
-//! where all tiles have as many.
+//! where all sequences have as many tiles, and these as many keys.
 //!
 //! One kernel for decode, chunks and prompts: the tile has 16 to 128 rows of all heads of a KV head. cp.async takes any
 //! page size, stride and index at 16 bytes a row, and at decode's rates costs no bandwidth: a multiprocessor needs a
