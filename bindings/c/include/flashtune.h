@@ -1424,8 +1424,9 @@ flashtune_status flashtune_remember_call(flashtune_engine engine,
 // For Python alone, as a function of METH_FASTCALL, which costs a tenth of what ctypes does: a call that
 // `flashtune_remember_call` knows, over other tensors of the same forms. Its arguments are the engine, the number, the
 // stream and the address of what reads tensors, and up to 12 tensors. The interpreter's lock is given away while the
-// call is made. Gives a number: FLASHTUNE_CALL_IS_NOT_KNOWN where none such is known, a tensor cannot be read, or the
-// arguments are others; else a flashtune_status.
+// call is made. Addresses are not looked up, since the tensors are on the devices of those that were. Gives a number:
+// FLASHTUNE_CALL_IS_NOT_KNOWN where none such is known, a tensor cannot be read, or the arguments are others; else a
+// flashtune_status.
 //
 // # Safety
 // `args` has `count` objects of Python, the tensors being such that the fourth reads; the call itself as

@@ -5,7 +5,7 @@
 
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::forward::with_args;
+use crate::forward::{Places, with_args};
 use crate::input;
 use crate::types::{Dtype, EngineHandle, ForwardArgs, Status, Tensor};
 use engine::device::Arch;
@@ -180,7 +180,7 @@ unsafe fn with_call(
         args.lse = unsafe { rows(&opened, given.lse, &args.q.shape)? };
     }
     // SAFETY: as above.
-    unsafe { with_args(&opened, &args, f) }
+    unsafe { with_args(&opened, &args, Places::LookedUp, f) }
 }
 
 /// One tensor in the header's words, its axes in the order of `from`.

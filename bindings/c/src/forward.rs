@@ -16,6 +16,14 @@ use std::sync::PoisonError;
 /// No process has memory below this address, so no handle lies there.
 const LOWEST_HANDLE: u64 = 4096;
 
+/// Where the tensors of a call are. The driver is asked twice for each that is looked up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Places {
+    LookedUp,
+    /// The package that the tensors are of says that they are on the engine's device.
+    Known,
+}
+
 /// Computes on `args->stream` and returns at once (on the CPU when done). The first call of a class of sizes may
 /// compile or tune, by policy; later ones launch, allocate nothing and wait for nothing, and may be captured in a CUDA
 /// graph (a mask of which something is found first, as of documents, takes memory for that, in the stream's order; a
@@ -34,10 +42,19 @@ const LOWEST_HANDLE: u64 = 4096;
 /// one of the engine's context.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtune_forward(engine: EngineHandle, args: *const ForwardArgs) -> Status {
+    // SAFETY: by this function's contract.
+    unsafe { forward(engine, args, Places::LookedUp) }
+}
+
+/// [`flashtune_forward`], with tensors looked up or not.
+///
+/// # Safety
+/// As [`flashtune_forward`].
+pub(crate) unsafe fn forward(engine: EngineHandle, args: *const ForwardArgs, places: Places) -> Status {
     guard(|| {
         // SAFETY: by this function's contract.
         unsafe {
-            with_call(engine, args, |opened, call, stream| {
+            with_call(engine, args, places, |opened, call, stream| {
                 // SAFETY: as above; the sizes are checked by the engine.
                 opened.remember(opened.engine.forward(call, stream)?);
                 Ok(())
@@ -56,7 +73,7 @@ pub unsafe extern "C" fn flashtune_prepare(engine: EngineHandle, args: *const Fo
     guard(|| {
         // SAFETY: by this function's contract.
         unsafe {
-            with_call(engine, args, |opened, call, _| {
+            with_call(engine, args, Places::LookedUp, |opened, call, _| {
                 opened.remember(opened.engine.prepare(call)?);
                 Ok(())
             })
@@ -83,11 +100,12 @@ impl Opened {
 unsafe fn with_call(
     handle: EngineHandle,
     args: *const ForwardArgs,
+    places: Places,
     f: impl FnOnce(&Opened, &Forward<'_>, Stream) -> Result<()>,
 ) -> Result<()> {
     let opened = ENGINES.get(handle)?;
     // SAFETY: by this function's contract.
-    unsafe { with_args(&opened, &input::read(args)?, f) }
+    unsafe { with_args(&opened, &input::read(args)?, places, f) }
 }
 
 /// Checks a call that was read, and passes it on.
@@ -97,6 +115,7 @@ unsafe fn with_call(
 pub(crate) unsafe fn with_args(
     opened: &Opened,
     args: &ForwardArgs,
+    places: Places,
     f: impl FnOnce(&Opened, &Forward<'_>, Stream) -> Result<()>,
 ) -> Result<()> {
     let prepared = (args.block_mask != NO_BLOCK_MASK).then(|| BLOCK_MASKS.get(args.block_mask)).transpose()?;
@@ -110,7 +129,9 @@ pub(crate) unsafe fn with_args(
         call = call.with_block_mask(&prepared.block_mask);
     }
     let stream = stream(opened, args.stream)?;
-    opened.engine.check_addresses(&call)?;
+    if places == Places::LookedUp {
+        opened.engine.check_addresses(&call)?;
+    }
     if opened.checked {
         opened.engine.check_overlaps(&call)?;
     }

@@ -2,7 +2,7 @@
 
 use crate::engine_handle::{ENGINES, Opened};
 use crate::error::{Failure, Result, guard};
-use crate::forward::{dropout, mask, operand_dtype, stream};
+use crate::forward::{Places, dropout, mask, operand_dtype, stream};
 use crate::types::{Dropout, EngineHandle, Index, Input, IntType, Scales as ScaleKind, Status, StoreType};
 use crate::{input, program};
 use engine::ragged::{
@@ -194,10 +194,24 @@ pub unsafe extern "C" fn flashtune_forward_ragged(
     args: *const RaggedArgs,
     stream: *mut c_void,
 ) -> Status {
+    // SAFETY: by this function's contract.
+    unsafe { forward_ragged(engine, args, stream, Places::LookedUp) }
+}
+
+/// [`flashtune_forward_ragged`], with tensors looked up or not.
+///
+/// # Safety
+/// As [`flashtune_forward_ragged`].
+pub(crate) unsafe fn forward_ragged(
+    engine: EngineHandle,
+    args: *const RaggedArgs,
+    stream: *mut c_void,
+    places: Places,
+) -> Status {
     guard(|| {
         // SAFETY: by this function's contract.
         unsafe {
-            with_call(engine, args, stream, |opened, call, stream| {
+            with_call(engine, args, (stream, places), |opened, call, stream| {
                 // SAFETY: as above; what the host can know of the sizes is checked by the engine.
                 opened.remember(opened.engine.forward_ragged(call, stream)?);
                 Ok(())
@@ -217,7 +231,7 @@ pub unsafe extern "C" fn flashtune_prepare_ragged(engine: EngineHandle, args: *c
     guard(|| {
         // SAFETY: by this function's contract.
         unsafe {
-            with_call(engine, args, std::ptr::null_mut(), |opened, call, _| {
+            with_call(engine, args, (std::ptr::null_mut(), Places::LookedUp), |opened, call, _| {
                 opened.remember(opened.engine.prepare_ragged(call)?);
                 Ok(())
             })
@@ -233,7 +247,7 @@ pub unsafe extern "C" fn flashtune_prepare_ragged(engine: EngineHandle, args: *c
 unsafe fn with_call(
     handle: EngineHandle,
     args: *const RaggedArgs,
-    on: *mut c_void,
+    (on, places): (*mut c_void, Places),
     f: impl FnOnce(&Opened, &Ragged<'_>, Stream) -> Result<()>,
 ) -> Result<()> {
     let opened = ENGINES.get(handle)?;
@@ -254,7 +268,9 @@ unsafe fn with_call(
         call = call.with_program(*program, inputs.side());
     }
     let stream = stream(&opened, on)?;
-    opened.engine.check_ragged_addresses(&call)?;
+    if places == Places::LookedUp {
+        opened.engine.check_ragged_addresses(&call)?;
+    }
     f(&opened, &call, stream)
 }
 

@@ -6,10 +6,10 @@
 use crate::dlpack::DlTensor;
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
-use crate::forward::flashtune_forward;
-use crate::ragged::flashtune_forward_ragged;
+use crate::forward::{Places, forward};
+use crate::ragged::forward_ragged;
 use crate::types::{EngineHandle, ForwardArgs, Status};
-use std::collections::HashMap;
+use foldhash::HashMap;
 use std::ffi::{c_int, c_long, c_void};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -204,8 +204,9 @@ pub unsafe extern "C" fn flashtune_remember_call(
 /// For Python alone, as a function of METH_FASTCALL, which costs a tenth of what ctypes does: a call that
 /// `flashtune_remember_call` knows, over other tensors of the same forms. Its arguments are the engine, the number, the
 /// stream and the address of what reads tensors, and up to 12 tensors. The interpreter's lock is given away while the
-/// call is made. Gives a number: FLASHTUNE_CALL_IS_NOT_KNOWN where none such is known, a tensor cannot be read, or the
-/// arguments are others; else a flashtune_status.
+/// call is made. Addresses are not looked up, since the tensors are on the devices of those that were. Gives a number:
+/// FLASHTUNE_CALL_IS_NOT_KNOWN where none such is known, a tensor cannot be read, or the arguments are others; else a
+/// flashtune_status.
 ///
 /// # Safety
 /// `args` has `count` objects of Python, the tensors being such that the fourth reads; the call itself as
@@ -265,13 +266,14 @@ unsafe fn repeat(python: &PythonFunctions, args: *const *mut c_void, count: usiz
     }
     // Nothing is left to drop where the thread ends below.
     drop(known);
+    // The call that is remembered had tensors of the same devices, and was looked at.
     // SAFETY: as above; a struct of this form has been taken before.
     unsafe {
         let state = (python.release)();
         let status = if ragged {
-            flashtune_forward_ragged(engine, args.as_ptr().cast(), stream)
+            forward_ragged(engine, args.as_ptr().cast(), stream, Places::Known)
         } else {
-            flashtune_forward(engine, args.as_ptr().cast())
+            forward(engine, args.as_ptr().cast(), Places::Known)
         };
         (python.acquire)(state);
         status as i32

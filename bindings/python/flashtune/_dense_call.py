@@ -8,6 +8,7 @@ import struct
 
 from . import _library as abi
 from . import engine as _engine
+from ._known_calls import NOT_KNOWN
 from ._programs import PackedProgram, pack_gradients
 from .block_mask import handle_of
 from .errors import InvalidArgument, InvalidTensor, Unsupported
@@ -172,7 +173,8 @@ def attend(
         again = None if program is None else PackedProgram(program, tensors, device)
         # All but q, k, v, o, lse and stream, as the layout of the struct has them.
         fixed = [args[a:b] for a, b in ((0, 8), (16, 88), (96, 168), (176, 248), (256, 328), (344, 368))]
-        like_q = qd[1:9] == od[1:9] and tuple(q.shape) == tuple(out.shape)
+        # O is contiguous.
+        like_q = tuple(q.shape) == tuple(out.shape)
         shapes = None if like_q else tuple(out.shape), (b, h, s) if return_lse else None
         engine._again[key] = (*fixed, *shapes, again)
     if weights is not None or lost is not None:
@@ -187,9 +189,17 @@ def attend_plain_again(engine, tensors, device, q, k, v, bshd, mask, scale, retu
     known_calls, out = tensors.known_calls, None
     number = None if known_calls is None else engine._numbers.get(options)
     if number is not None and not (q.is_neg() or k.is_neg() or v.is_neg()):
-        out = tensors.empty_like(q)
-        if known_calls.repeat(engine, number, tensors.stream(device), q, k, v, out):
+        try:
+            out = tensors.empty_like(q)
+        except RuntimeError:
+            # Sparse or nested, of which the long way says so.
+            return None
+        status = known_calls.call(engine._handle, number, tensors.stream(device), known_calls.read, q, k, v, out)
+        if status == 0:
+            _engine._last = engine
             return out
+        if status != NOT_KNOWN:
+            raise abi.failure(status)
     try:
         forms = tensors.forms(q, k, v)
     except RuntimeError:
@@ -200,7 +210,7 @@ def attend_plain_again(engine, tensors, device, q, k, v, bshd, mask, scale, retu
 
 def _attend_again(engine, known, tensors, device, q, k, v, side=(), like_q=None, options=None):
     """A call like one before, with other addresses; None where a tensor has no memory to read. ``side``: the
-    tensors that its program reads; ``like_q``: memory for O that is as q's; ``options``: what the library is to know
+    tensors that its program reads; ``like_q``: memory for O, of q's shape; ``options``: what the library is to know
     the call by."""
     head, of_q, of_k, of_v, of_o, tail, shape, lse_shape, program = known
     try:
@@ -211,7 +221,6 @@ def _attend_again(engine, known, tensors, device, q, k, v, side=(), like_q=None,
     if addresses is None:
         return None
     at_q, at_k, at_v = addresses
-    # O is contiguous, and where it has the shape and strides of q, so is q.
     if shape is None:
         out = tensors.empty_like(q) if like_q is None else like_q
     else:
@@ -334,16 +343,15 @@ def gradients(
         parts = [args[:8]]
         for at in range(8, 8 + 8 * 80, 80):
             parts += [0, args[at + 8 : at + 80]]
-        like = [described[name][1:9] == one[1:9] for name, one in zip("qkv", written)]
         again = None if program is None else PackedProgram(program, tensors, device)
-        engine._again_backward[key] = (parts, like, args[abi.BACKWARD_AGAIN.size :], again)
+        engine._again_backward[key] = (parts, args[abi.BACKWARD_AGAIN.size :], again)
     return (*into, read) if needs else tuple(into)
 
 
 def gradients_again(engine, known, tensors, device, given, lse, dlse, packed=None, side=()):
     """A backward pass like one before, with other addresses; None where a tensor has no memory to read. ``packed``
     are the addresses of first rows and lengths, 0 for none; ``side`` the tensors that its program reads."""
-    parts, like, tail, program = known
+    parts, tail, program = known
     if packed is not None:
         tail = tail[:_PACKED_AT] + abi.PACKED_AGAIN.pack(*packed) + tail[_PACKED_AT + abi.PACKED_AGAIN.size :]
     try:
@@ -355,9 +363,8 @@ def gradients_again(engine, known, tensors, device, given, lse, dlse, packed=Non
     if program is not None:
         more, _kept = program.pack(read)
         tail = tail[:_PROGRAM_AT] + more + tail[_PROGRAM_AT + abi.PROGRAM_ARGS.size :]
-    # They are contiguous, as some of what they are the gradients of is.
     if packed is None:
-        new = [tensors.empty_like(t) if alike else tensors.empty(t.shape, t) for t, alike in zip(given[1:4], like)]
+        new = [tensors.empty_like(t) for t in given[1:4]]
     else:
         new = [tensors.zeros(tuple(t.shape), t) for t in given[1:4]]
     dq, dk, dv = into = tuple(new)

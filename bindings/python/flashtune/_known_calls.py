@@ -7,13 +7,12 @@ import sys
 
 from . import _dlpack
 from . import _library as abi
-from . import engine as _engine
 
 # Of a call, the result among them.
 MOST_TENSORS = 12
 # Numbers of an engine. More are those of a program whose calls all differ.
 MOST_NUMBERS = 256
-_NOT_KNOWN = -1
+NOT_KNOWN = -1
 _CAPSULE = b"dlpack_exchange_api"
 _counted = itertools.count()
 
@@ -84,10 +83,15 @@ def of_type(kind):
 
 
 class KnownCalls:
-    """Calls by the number that an engine has for all that is no tensor."""
+    """Calls by the number that an engine has for all that is no tensor.
+
+    call: a function of an engine's handle, a number, a stream, :attr:`read`, and tensors, the result the last of them.
+    Makes a call that is known, and gives NOT_KNOWN or a status.
+    read: the address of what reads tensors.
+    """
 
     def __init__(self, read):
-        self._read = read
+        self.read = read
         # By this handle calls keep the interpreter's lock.
         library, u64, pointer = ctypes.PyDLL(abi.library()._name), ctypes.c_uint64, ctypes.c_void_p
         functions = [ctypes.cast(getattr(ctypes.pythonapi, name), pointer) for name in _FUNCTIONS]
@@ -103,17 +107,7 @@ class KnownCalls:
         method = _Method(b"repeat_call", function, _FASTCALL, None)
         new = _dlpack.python(ctypes.py_object, "PyCFunction_NewEx", pointer, ctypes.py_object, pointer)
         # It looks at its definition when it goes, and holds it as what it is a method of.
-        self._repeat = new(ctypes.addressof(method), method, None)
-
-    def repeat(self, engine, number, stream, *tensors):
-        """Makes a call of these tensors, the result the last of them, if it is known; else False."""
-        status = self._repeat(engine._handle, number, stream, self._read, *tensors)
-        if status == _NOT_KNOWN:
-            return False
-        if status:
-            raise abi.failure(status)
-        _engine._last = engine
-        return True
+        self.call = new(ctypes.addressof(method), method, None)
 
     def remember(self, engine, options, ragged, args, places, tensors):
         """Of a call that succeeded, and that the library did not know: its arguments, and where in them the address of
@@ -129,6 +123,6 @@ class KnownCalls:
             number = engine._numbers.setdefault(options, next(_counted))
         # An engine that another thread has closed knows nothing; the call has its result all the same.
         self._remember(
-            engine._handle, number, self._read, ragged, args, len(args), (ctypes.c_uint64 * n)(*places),
+            engine._handle, number, self.read, ragged, args, len(args), (ctypes.c_uint64 * n)(*places),
             (ctypes.c_void_p * n)(*map(id, tensors)), n,
         )  # fmt: skip

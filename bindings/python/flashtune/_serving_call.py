@@ -64,6 +64,8 @@ class Call:
 
     def view(self, name, t, rank=None, unit=True):
         """A tensor, whose last dimension is contiguous unless ``unit`` is False."""
+        if getattr(t, "is_nested", False):
+            raise Unsupported(f"{name} is a nested tensor; pass its rows packed, with their first rows, or padded")
         if not hasattr(t, "shape"):
             raise InvalidTensor(f"{name} is a {type(t).__name__}; pass a tensor or an array as q is")
         view = _View(*self.tensors.side(name, t, self.device))

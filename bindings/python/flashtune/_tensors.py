@@ -27,7 +27,7 @@ class Torch:
         if hasattr(torch, "float8_e4m3fn"):
             self.dtypes[torch.float8_e4m3fn] = E4M3
         self.names = {}
-        self.float32, self.strided = torch.float32, torch.strided
+        self.float32, self.strided, self.new_like = torch.float32, torch.strided, torch.empty_like
         self.forward_ad = torch.autograd.forward_ad
         self.plain = (torch.Tensor, torch.nn.Parameter)
         # Whether vmap or grad of torch.func is around a call; and how many modes look at operators, as tracers do.
@@ -178,7 +178,7 @@ class Torch:
         for t in ts:
             if t is None:
                 forms.append(None)
-            elif type(t) is self.tensor and t.device == device and t.layout is self.strided:
+            elif type(t) is self.tensor and t.device == device and t.layout is self.strided and not t.is_nested:
                 if t.is_neg() or grad and t.requires_grad:
                     return None
                 forms += t.shape, t.stride(), t.dtype
@@ -252,8 +252,9 @@ class Torch:
         return like.new_empty(shape, dtype=self.torch.float8_e4m3fn)
 
     def empty_like(self, like):
+        """Contiguous memory: what is of a projection's slice, or transposed, has a result that is not."""
         # Two thirds of `empty`, for what is contiguous.
-        return self.torch.empty_like(like)
+        return self.new_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
     def zeros(self, shape, like):
         return self.torch.zeros(shape, dtype=like.dtype, device=like.device)

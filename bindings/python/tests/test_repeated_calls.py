@@ -494,14 +494,15 @@ class KnownToTheLibrary(unittest.TestCase):
 
     def run_counted(self, call):
         """What a call gives, and whether the library knew it; None where it was not asked."""
-        answers, repeat = [], _known_calls.KnownCalls.repeat
+        known, answers = _tensors.of_kind(torch.Tensor).known_calls, []
+        repeat = known.call
 
         def counted(*args):
             answers.append(repeat(*args))
             return answers[-1]
 
-        with mock.patch.object(_known_calls.KnownCalls, "repeat", counted):
-            return call(), answers[-1] if answers else None
+        with mock.patch.object(known, "call", counted):
+            return call(), answers[-1] == 0 if answers else None
 
     def apart(self, call):
         """The same where the tensors' package has no such interface, as a first call."""
@@ -515,7 +516,7 @@ class KnownToTheLibrary(unittest.TestCase):
         q, pages = torch.randn(3, 1, 4, 16), torch.randn(12, 4, 2, 16)
         table = torch.randperm(12, dtype=torch.int32).view(3, 4)
         lengths = torch.randint(1, 17, (3,), dtype=torch.int32)
-        packed, x = torch.randn(9, 4, 16), torch.randn(2, 9, 4, 16)
+        packed, x, projected = torch.randn(9, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 3, 4, 16)
         sums = torch.tensor([0, 1 + seed, 9], dtype=torch.int32)
         off = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
         return {
@@ -525,6 +526,10 @@ class KnownToTheLibrary(unittest.TestCase):
                 q, pages, pages, cache_seqlens=lengths, block_table=table, causal=True
             ),
             "packed": lambda: flashtune.flash_attn_varlen_func(packed, packed, packed, sums, sums, 8, 8, causal=True),
+            "parts of a projection": lambda: flashtune.flash_attn_func(*projected.unbind(2)),
+            "a part beside pages": lambda: flashtune.flash_attn_with_kvcache(
+                projected[:1, :3, 0].transpose(0, 1), pages, pages, cache_seqlens=lengths, block_table=table
+            ),
         }
 
     def test_a_call_of_a_form_is_known_after_the_second(self):
@@ -572,6 +577,22 @@ class KnownToTheLibrary(unittest.TestCase):
                 self.assertIsNone(self.run_counted(call)[1])
             except flashtune.Unsupported as e:
                 self.assertIn("resolve_neg", str(e))
+
+    def test_sparse_and_nested_tensors_are_refused_where_a_call_is_known(self):
+        x = torch.randn(2, 9, 4, 16)
+        pages, table = torch.randn(8, 4, 4, 16), torch.arange(6, dtype=torch.int32).view(2, 3)
+        calls = (
+            lambda q: flashtune.flash_attn_func(q, x, x),
+            lambda q: flashtune.flash_attn_with_kvcache(q, pages, pages, block_table=table),
+        )
+        others = x.to_sparse(), torch.randn(9, 4).to_sparse_csr(), torch.nested.nested_tensor([x[0], x[1]])
+        for call in calls:
+            for _ in range(3):
+                call(x)
+            self.assertTrue(self.run_counted(lambda: call(x))[1])
+            for other in (*others, others[-1].transpose(1, 2)):
+                with self.assertRaises((flashtune.Unsupported, flashtune.InvalidTensor)):
+                    call(other)
 
     def test_failures_of_known_calls_are_errors(self):
         call = self.calls(0)["dense"]
