@@ -11,6 +11,7 @@ from flashtune import _dense_call
 
 if torch is not None:
     import flashtune.torch
+    from flashtune.torch import _operators
 
 
 def bhsd(f):
@@ -318,6 +319,11 @@ class Compilers(unittest.TestCase):
         alone = many.detach()[:, 1].clone().requires_grad_()
         f(alone, k, values[1]).sum().backward()
         self.assertTrue(torch.equal(many.grad[:, 1], alone.grad))
+        # What is graded is computed exactly, as it is outside.
+        for graded in (False, True):
+            with unittest.mock.patch.object(_operators, "attend_op", side_effect=_operators.attend_op) as seen:
+                torch.vmap(torch.vmap(lambda q: f(q[None], k[:1], v[:1])))(many.detach().clone().requires_grad_(graded))
+            self.assertEqual({call.args[-1] for call in seen.mock_calls if len(call.args) > 3}, {graded})
         for more in ({"alibi_slopes": torch.ones(4, device=DEVICE)}, {"softcap": 2.0}):
             call = torch.vmap(lambda q: flashtune.flash_attn_func(q, k, v, **more))
             if "softcap" in more:

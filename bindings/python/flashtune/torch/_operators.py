@@ -71,6 +71,14 @@ def of_transform():
     )
 
 
+def asks_for_gradient(t):
+    """Whether autograd follows a tensor, also where ``vmap`` shows one that says it does not."""
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_batchedtensor(t):
+            t = torch._C._functorch.get_unwrapped(t)
+    return t.requires_grad
+
+
 def attend(
     q, k, v, bshd, kind, left, right, scale, return_lse, program=None, block_mask=None, grouped=True, caller="",
     precise=False, return_residual=False, dropout=None,
@@ -92,7 +100,7 @@ def attend(
         texts, split = _with_mask(texts, split, block_mask)
     scale = None if scale is None else float(scale)
     # Gradients recompute P from the log-sum-exp by fp32 products: theirs are those of the same forward pass.
-    exact = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *split[1]))
+    exact = torch.is_grad_enabled() and any(map(asks_for_gradient, (q, k, v, *split[1])))
     args = (*texts, *split, scale, bshd, grouped, kind, left, right, handle, caller, exact)
     if precise:
         out, lse, lost = attend_precise_op(q, k, v, *args)
@@ -100,7 +108,7 @@ def attend(
         return results if len(results) > 1 else out
     if dropout is not None:
         state = state_tensor(dropout, q)
-        if split[1] and torch.is_grad_enabled() and any(t.requires_grad for t in split[1]):
+        if torch.is_grad_enabled() and any(map(asks_for_gradient, split[1])):
             raise Unsupported("gradients of what a score program reads know no dropout; pass dropout_p=0.0")
         out, lse = attend_dropout_op(q, k, v, *args, state, dropout.p)
     elif eager and all(type(t) in _PLAIN for t in split[1]):

@@ -6,7 +6,7 @@ import torch
 from ..errors import InvalidArgument, InvalidTensor, Unsupported
 from .._dropout import Dropout
 from .._tensors import no_gradient_of
-from ._operators import _LIBRARY, _TAGS, is_eager, is_last, of_transform, state_tensor
+from ._operators import _LIBRARY, _TAGS, asks_for_gradient, is_eager, is_last, of_transform, state_tensor
 
 _SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt? max_seqlen_q, "
@@ -48,7 +48,7 @@ def attend(
         if not isinstance(t, torch.Tensor):
             raise InvalidTensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor as q is")
     for name in ("alibi_slopes", "s_aux"):
-        if torch.is_grad_enabled() and given[name] is not None and given[name].requires_grad:
+        if torch.is_grad_enabled() and given[name] is not None and asks_for_gradient(given[name]):
             raise no_gradient_of(name)
     try:
         left, right = window
