@@ -52,7 +52,8 @@ def flash_attn_func(
 
     q: ``[batch, q_len, heads, head_dim]``; k: ``[batch, kv_len, kv_heads, head_dim]``; v: ``[batch, kv_len, kv_heads,
     head_dim_v]``; heads is a multiple of kv_heads. float16, bfloat16 or float32, any strides with a contiguous last
-    dimension; head dims from 1 to 256 (a GPU pads rows that are no whole 16 bytes).
+    dimension; head dims from 1 to 256 (a GPU pads rows that are no whole 16 bytes). float8_e4m3fn, too, beside which k
+    and v may be float8_e5m2, with scales of heads and without gradients and dropout.
     softmax_scale: ``1 / sqrt(head_dim)`` when not given.
     causal: query ``i`` sees keys up to ``i + kv_len - q_len``.
     window_size: keys to the left and to the right of that position that a query sees; -1 is all.
@@ -112,6 +113,10 @@ def flash_attn_func(
     descales = (q_descale, k_descale, v_descale)
     dropout = of_call(tensors, q, dropout_p, rng_state)
     if tensors.by_operator(q, k, v, program):
+        if _is_beside_e5m2(q, k):
+            raise Unsupported(
+                f"k is {k.dtype}, which is for calls without gradients and tracing; make one so, or convert k and v"
+            )
         if any(scales is not None for scales in (*descales, out_scale)):
             raise Unsupported(
                 "q_descale, k_descale, v_descale and out_scale are for calls without gradients and tracing; make one so"
@@ -120,6 +125,18 @@ def flash_attn_func(
             q, k, v, True, mask, left, right, softmax_scale, return_lse, program, precise=precise,
             return_residual=return_residual, dropout=dropout,
         )  # fmt: skip
+    elif _is_beside_e5m2(q, k):
+        if precise or return_residual or dropout is not None or isinstance(descale_rows, bool) or descale_rows != 1:
+            raise Unsupported(
+                f"k is {k.dtype} beside float8_e4m3fn, which kernels of ragged batches compute: without precise, "
+                "return_residual, dropout_p and descale_rows; leave those out, or convert k and v to float8_e4m3fn"
+            )
+        from .serving import attend_beside_e5m2
+
+        found = attend_beside_e5m2(
+            q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, attention_chunk, descales, out_scale,
+            return_lse,
+        )  # fmt: skip
     else:
         found = _dense_call.attend(
             _default(tensors, q), tensors, q, k, v, True, mask, left, right, softmax_scale, return_lse,
@@ -127,6 +144,12 @@ def flash_attn_func(
             out_scale=out_scale,
         )  # fmt: skip
     return with_state(found, dropout) if return_rng_state else found
+
+
+def _is_beside_e5m2(q, k):
+    """Whether keys are of e5m2, as a quantised cache may have them, beside queries of e4m3."""
+    names = (str(getattr(t, "dtype", None)).removeprefix("torch.") for t in (q, k))
+    return tuple(names) == ("float8_e4m3fn", "float8_e5m2")
 
 
 def _like_before(q, k, v, bshd, mask, scale, return_lse, top_left=False, grouped=True):

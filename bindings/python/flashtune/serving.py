@@ -343,6 +343,35 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
 
 
+def attend_beside_e5m2(
+    q, k, v, scale, causal, window_size, softcap, slopes, chunk, descales, out_scale, return_lse
+):  # fmt: skip
+    """:func:`flashtune.flash_attn_func` of queries of e4m3 over keys of e5m2, by kernels of ragged batches, whose
+    sequences are all as long."""
+    call = Call(q, k, v, None, 0, {})
+    call.queries(q, None, None, None)
+    for name, t in (("k", k), ("v", v)):
+        shape = tuple(getattr(t, "shape", ()))
+        if len(shape) != 4 or shape[0] != call.batch:
+            raise InvalidTensor(
+                f"{name} has the shape {shape}, but it is [batch, rows, heads, head_dim] with the {call.batch} "
+                "sequences of q; give it so"
+            )
+    call.store(k, v, "k", "v", None)
+    call.bound_keys(None)
+    batch, kv_heads = call.batch, tuple(k.shape)[2]
+    for name, scales in zip(("q_descale", "k_descale", "v_descale"), descales):
+        shape = None if scales is None else tuple(getattr(scales, "shape", ()))
+        if shape not in (None, (batch, kv_heads)):
+            raise Unsupported(
+                f"{name} has the shape {shape} beside k of {k.dtype}, which has scales of heads alone: float32 "
+                f"[batch, heads_kv] = {(batch, kv_heads)}; pass such, or k and v of float8_e4m3fn"
+            )
+    of_q, of_k, of_v = descales
+    call.scales(of_q, ("k_descale", of_k, "k_scale", None), ("v_descale", of_v, "v_scale", None))
+    return call.run(q, scale, causal, window_size, softcap, slopes, None, None, return_lse, out_scale, chunk)
+
+
 def reshape_and_cache_flash(
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype="auto", k_scale=None, v_scale=None
 ):

@@ -576,6 +576,27 @@ class NarrowQueries(Case):
             out.view("uint8"), np.clip(wide * 64, -448, 448).astype(ml_dtypes.float8_e4m3fn).view("uint8")
         )
 
+    def test_dense_keys_of_e5m2(self):
+        q = random((2, 9, 4, 32), seed=1).astype(ml_dtypes.float8_e4m3fn)
+        k, v = (random((2, 13, 2, 32), seed=seed).astype(ml_dtypes.float8_e5m2) for seed in (2, 3))
+        scales = {name: by[:2] for name, by in self.scales.items()}
+        f, unsupported = flashtune.flash_attn_func, flashtune.Unsupported
+        for more in ({}, {"causal": True}, {"window": (3, 2)}, {"cap": 2.0}):
+            named = {{"window": "window_size", "cap": "softcap"}.get(name, name): value for name, value in more.items()}
+            out, lse = f(q, k, v, return_lse=True, **scales, **named)
+            self.assertEqual(out.dtype, ml_dtypes.bfloat16)
+            for b in range(2):
+                of_q, of_k, of_v = (scales[name][b] for name in ("q_descale", "k_descale", "v_descale"))
+                wide = q[b].astype("float64") * np.repeat(of_q, 2)[:, None], k[b].astype("float64") * of_k[:, None]
+                want, want_lse = plain(*wide, v[b].astype("float64") * of_v[:, None], **more)
+                self.same(out[b], want)
+                self.same_lse(lse[b], want_lse)
+        self.assertEqual(f(q, k, v, out_scale=np.ones(1, "float32")).dtype, ml_dtypes.float8_e4m3fn)
+        self.refuses(unsupported, "dropout_p", f, q, k, v, dropout_p=0.5)
+        self.refuses(unsupported, "k_descale has the shape", f, q, k, v, k_descale=np.ones((2, 2, 13), "float32"))
+        self.refuses(flashtune.InvalidTensor, "with the 2 sequences of q", f, q, k[:1], v[:1])
+        self.refuses(flashtune.InvalidTensor, "k is float8_e5m2, v float32", f, q, k, v.astype("float32"))
+
     def test_new_rows_are_copied_as_they_are(self):
         narrow = lambda *shape, seed: random(shape, seed=seed).astype(ml_dtypes.float8_e4m3fn)
         new_k, new_v = narrow(2, 3, 2, 32, seed=6), narrow(2, 3, 2, 32, seed=7)
