@@ -41,11 +41,42 @@ fn random_forward(number: u64) -> Kernel {
 
 /// The same problem by a schedule of the space that has warpgroups which draw.
 fn drawn(rng: &mut StdRng, kernel: Kernel) -> Kernel {
+    drawn_where(rng, kernel, |name| name.contains("draw"))
+}
+
+/// One whose name is so.
+fn drawn_where(rng: &mut StdRng, kernel: Kernel, is_so: impl Fn(&str) -> bool) -> Kernel {
     let space = Schedule::space(Family::ForwardSm90, &kernel.problem, kernel.arch).into_iter();
     let of = |schedule| Kernel { schedule, ..kernel };
-    let drawn: Vec<Kernel> =
-        space.filter(|s| s.to_string().contains("draw")).map(of).filter(|k| k.check().is_ok()).collect();
+    let drawn: Vec<Kernel> = space.filter(|s| is_so(&s.to_string())).map(of).filter(|k| k.check().is_ok()).collect();
     *drawn.choose(rng).expect("not empty")
+}
+
+/// Two drawers of a problem, with blocks of so many keys.
+fn two_drawers(rng: &mut StdRng, problem: Problem, block_kv: u32) -> Kernel {
+    let kernel = default_of(Family::ForwardSm90, problem, "sm_90a");
+    let keys = format!("-kv{block_kv}-");
+    drawn_where(rng, kernel, |name| name.contains("draw2") && name.contains(&keys) && !name.contains("pack"))
+}
+
+fn case_of(sizes: [usize; 5], mask: Mask, seed: u64) -> Case {
+    let (layout, values) = (Layout::Bhsd, Distribution::Normal);
+    Case { sizes, mask, layout, values, scale: None, lse: true, bad: [0; 3], below: 0.0, seed }
+}
+
+#[test]
+fn drawers_compute_what_blocks_have_in_common_at_once() {
+    let templates = templates();
+    search_with(6, |number| {
+        let rng = &mut StdRng::seed_from_u64(number);
+        let causal = number % 2 == 1;
+        let mask = if causal { MaskKind::CAUSAL } else { MaskKind::FULL };
+        let problem = Problem::forward(DTYPES[1], 64, mask).expect("legal").with_dropout(true);
+        // Four, two and two blocks at once, of which a tile's last are fewer.
+        let kernel = two_drawers(rng, problem, [64, 96, 128][number as usize / 2 % 3]);
+        let mask = if causal { Mask::Causal } else { Mask::Full };
+        try_kernel(&kernel, &templates, 1, number, |rng| case_of([1, 2, 2, 130, 330], mask, rng.random()))
+    });
 }
 
 #[test]
@@ -109,9 +140,10 @@ const FAULTS: &[Fault] = &[
     ["of a block before its bits are drawn", "forward/sm90", CONSUMER, "        bits.wait(smem);\n", ""],
     ["of a block whose bits are not read yet", "forward/sm90", DRAWER, "            bits.acquire(smem);\n", ""],
     ["by words that are rounded up", "forward/sm90", LIB, "__fma_rz(word, scale, rest)", "word * scale + rest"],
-    ["by a word's other multiplier", "backward/sm90", LIB, "of_z(0xcd9e8d57)", "of_z(0xd2511f53)"],
+    ["by a word's other multiplier", "backward/sm90", LIB, "of_z{0xcd9e8d57}", "of_z{0xd2511f53}"],
     ["by another call's bits", "forward/sm90", LIB, "c % 2 == 0 ? 0xbb99 : 0xaa88", "c % 2 != 0 ? 0xbb99 : 0xaa88"],
-    ["what is dropped, kept", "forward/sm90", LIB, "return ~((word & ~last)", "return ((word & ~last)"],
+    ["what is dropped, kept", "forward/sm90", LIB, "return (~word | last)", "return ~(~word | last)"],
+    ["of one block for two blocks", "forward/sm90", DRAWER, "max(n - of, blocks.begin)", "n"],
     ["one row without the scale", "forward/sm90", CONSUMER, ", rows.inverse[1] *= args.forward.dropout_scale", ""],
     [
         "in the sum, too",
@@ -154,18 +186,11 @@ fn verdict(family: &str, what: &str, templates: &TemplateSet) -> String {
     let arch = if family.name().ends_with("sm90") { "sm_90a" } else { "sm_80" };
     let problem = Problem::forward(DTYPES[1], 64, MaskKind::FULL).expect("legal").with_dropout(true);
     if family.op().name() == "forward" {
-        let kernel = default_of(family, problem, arch);
-        let case = |rng: &mut StdRng| Case {
-            sizes: [2, 4, 2, 130, 90],
-            mask: Mask::Full,
-            layout: Layout::Bhsd,
-            values: Distribution::Normal,
-            scale: None,
-            lse: true,
-            bad: [0; 3],
-            below: 0.0,
-            seed: rng.random(),
+        let kernel = match what.contains("blocks") {
+            true => two_drawers(&mut StdRng::seed_from_u64(1), problem, 128),
+            false => default_of(family, problem, arch),
         };
+        let case = |rng: &mut StdRng| case_of([2, 4, 2, 130, 200], Mask::Full, rng.random());
         return try_kernel(&kernel, templates, 1, 1, case).err().unwrap_or_default();
     }
     let problem = problem.backward();

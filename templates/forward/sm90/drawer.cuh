@@ -6,11 +6,17 @@
 constexpr int kDrawnGroups = div_up(kBlockKV, 32) * 4;
 static_assert(kDrawnGroups <= 32, "a lane for each");
 
+// Two drawers have two words each of 128 keys, which are drawn at a time, and compute what the calls of two blocks have
+// in common at once: 1 to 3 % at head dims up to 64. One drawer beside a wider head loses 1 to 8 % by it.
+constexpr int kWordsAtOnce = kDrawers > 1 ? 2 : 1;
+constexpr int kBlocksAtOnce = kDrawers > 1 ? 32 / kDrawnGroups : 1;
+
 // A word for each row and 32 keys of a block: [kBlockKV / 32][kBlockQ]. Each drawer has every kDrawers-th word.
 template <int kFirst, int kRows> struct RowWords {
     int row;
     u32 pair;
     QueryRounds rounds;
+    DoubleMultipliers doubles;
 
     template <typename OfTile>
     __device__ __forceinline__ void begin(const KernelArgs& args, const Dropout& d, const OfTile& tile) {
@@ -20,19 +26,20 @@ template <int kFirst, int kRows> struct RowWords {
         if (kPackGroup) head = (head << args.group_shift) + (at & ((1 << args.group_shift) - 1));
         pair = dropout_pair(args.forward, tile.batch, head);
         rounds = dropout_query(d, u32(at >> args.group_shift), pair);
+        doubles.hold(d, rounds.low);
     }
 
     // Of a block whose first key is 8 * group; `groups` is where the warp has what its calls have in common.
     __device__ __forceinline__ void draw(const Dropout& d, u32 group, u32 groups, u32 to, int drawer) const {
         constexpr int kEach = 128 / kRows;  // words at a time
-#pragma unroll 1
+#pragma unroll kWordsAtOnce
         for (int word = warp_uniform(drawer * kEach + threadIdx.x % 128 / kRows); word < div_up(kBlockKV, 32);
              word += kDrawers * kEach) {
             const u32 kept = draw_kept_across(d, [&](int c) {
                 // Heads of a group's rows differ, and with them what is common else.
                 const GroupRounds common = kPackGroup ? dropout_group(d, group + 4 * word + c, pair)
                                                       : load_shared_16(groups + (4 * word + c) * 16);
-                return dropout_words(d, common, rounds, is_by_doubles(c, kDoubleCalls));
+                return dropout_words(d, common, rounds, is_by_doubles(c, kDoubleCalls), doubles);
             });
             store_shared_4(to + (word * kBlockQ + row) * 4, kept);
         }
@@ -54,13 +61,18 @@ __device__ __forceinline__ void draw_bits(const KernelArgs& args, u32 smem, Work
         if (kWhole > 0) whole.begin(args, dropout, work.tile);
         if (kWhole < kBlockQ) rest.begin(args, dropout, work.tile);
         const u32 pair = dropout_pair(args.forward, work.tile.batch, work.tile.head);
+        GroupRounds common = {};
 #pragma unroll 1
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             const u32 group = warp_uniform(block_at(args, work.tile, blocks, n)) * (kBlockKV / 8);
             if (!kPackGroup) {
-                const int lane = threadIdx.x % 32;
-                const GroupRounds rounds = dropout_group(dropout, group + lane, pair);
-                if (lane < kDrawnGroups) store_shared_16(groups + lane * 16, rounds);
+                const int lane = threadIdx.x % 32, step = (blocks.end - 1 - n) % kBlocksAtOnce;
+                const int of = kBlocksAtOnce > 1 ? lane / kDrawnGroups : 0, at = lane - of * kDrawnGroups;
+                if (step == 0) {
+                    const int block = block_at(args, work.tile, blocks, max(n - of, blocks.begin));
+                    common = dropout_group(dropout, u32(block) * (kBlockKV / 8) + at, pair);
+                }
+                if (of == step && at < kDrawnGroups) store_shared_16(groups + at * 16, common);
                 __syncwarp();
             }
             bits.acquire(smem);

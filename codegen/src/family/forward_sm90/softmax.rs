@@ -118,17 +118,23 @@ impl Sm90Schedule {
             Sm90LookAhead::ByHeadDim => columns <= 192 && !self.seeds(problem) && (!drawn || small),
             chosen => chosen == Sm90LookAhead::Always,
         };
-        // Early, where registers are left for it: 2 to 4 % up to head dim 96, and 1 to 2 % above 128.
+        // Of dense tensors late, where half of a drawer's products or all are by doubles: 1 to 4 % at 64 causal, 80
+        // and from 129 on; early 1.5 % at 32 where scores are masked (48: the same), and 0.4 % worse where none are.
+        // Of packs early, where registers are left for it: 2 to 4 % up to 96, and 1 to 2 % above 128.
+        let dense = problem.kv.is_dense();
         let read_bits = match columns {
+            ..=48 if dense && problem.masks() => "kBesideScores",
+            _ if dense => "kWithP",
             ..=64 | 129.. => "kBesideScores",
             65..=96 => "kBesideOutput",
             _ => "kWithP",
         };
-        // Half of the calls of a drawer, of dense tensors: 1 % up to head dim 64, 4 to 6 % to 128. Above, any cost 2 to
-        // 6 %; of packs they cost 2 to 3 % at 32 and 128.
+        // Of four calls of a drawer. Dense tensors from 65 to 128: two gain 1 to 6 %, four up to 3 % more; elsewhere
+        // four cost up to 4 %. Of packs two gain 1 % at 96, and cost up to 5 % at other head dims.
         let double_calls = match columns {
-            ..=128 if problem.kv.is_dense() => 2,
-            49..=96 => 2,
+            65..=128 if dense => 4,
+            _ if dense => 2,
+            65..=96 => 2,
             _ => 0,
         };
         // Eight reads of a thread are in flight; one compiles sooner.
@@ -215,14 +221,19 @@ mod tests {
 
     #[test]
     fn bits_are_drawn_and_read_by_head_dim() {
-        let dims = [16, 64, 72, 96, 112, 128, 144, 256];
-        let places = dims.map(|d| constants(d, MaskKind::FULL, |s| s.drawers = 1)[5].clone());
+        let dims = [16, 48, 64, 72, 96, 112, 128, 144, 256];
         let (early, middle, late) = ("kBesideScores", "kBesideOutput", "kWithP");
-        assert_eq!(places, [early, early, middle, middle, late, late, early, early]);
-        let double = dims.map(|d| constants(d, MaskKind::FULL, |s| s.drawers = 1)[6].clone());
-        assert_eq!(double, ["2", "2", "2", "2", "2", "2", "0", "0"]);
+        let drawn = |mask| dims.map(|d| constants(d, mask, |s| s.drawers = 1));
+        assert!(drawn(MaskKind::FULL).iter().all(|constants| constants[5] == late));
+        let masked = drawn(MaskKind::CAUSAL).map(|constants| constants[5].clone());
+        assert_eq!(masked, [early, early, late, late, late, late, late, late, late]);
+        let double = drawn(MaskKind::FULL).map(|constants| constants[6].clone());
+        assert_eq!(double, ["2", "2", "2", "4", "4", "4", "4", "2", "2"]);
         let pack = |d| Problem::forward(DType::Bf16, d, MaskKind::FULL).unwrap().with_kv(KvKind::RAGGED);
-        assert_eq!(dims.map(|d| constants_of(&pack(d), |_| {})[6].clone()), ["0", "2", "2", "2", "0", "0", "0", "0"]);
+        let packs = dims.map(|d| constants_of(&pack(d), |s| s.drawers = 1));
+        let places = packs.clone().map(|constants| constants[5].clone());
+        assert_eq!(places, [early, early, early, middle, middle, late, late, early, early]);
+        assert_eq!(packs.map(|constants| constants[6].clone()), ["0", "0", "0", "2", "2", "0", "0", "0", "0"]);
     }
 
     #[test]

@@ -58,21 +58,34 @@ struct DoubleMultiplier {
         : scale(multiplier * (1.0 / 4294967296.0)), rest((4294967296.0 - multiplier) * 4503599627370496.0) {}
     __device__ __forceinline__ double operator()(double word) const { return __fma_rz(word, scale, rest); }
 };
+struct DoubleMultipliers {
+    DoubleMultiplier of_x{0xd2511f53}, of_z{0xcd9e8d57};
+    // Loaded once: as constants they take 7 of 233 instructions in every loop over calls. What is added is 0, which the
+    // compiler does not know. `rest` may differ between lanes as far as it can tell: an instruction reads one uniform
+    // register, which is `scale`.
+    __device__ __forceinline__ void hold(const Dropout& d, u32 of_lane) {
+        const auto with = [](double x, u32 zero) {
+            return __hiloint2double(__double2hiint(x) + zero, __double2loint(x) + zero);
+        };
+        of_x.scale = with(of_x.scale, d.zero), of_z.scale = with(of_z.scale, d.zero);
+        of_x.rest = with(of_x.rest, d.zero & of_lane), of_z.rest = with(of_z.rest, d.zero & of_lane);
+    }
+};
 
 // The words of a call. By doubles the upper word of a product is made by the FP64 unit, which nothing else uses, and
-// the lower one by a multiplication of 32 bits: 4 clocks of the integer multiplier become 2, and 2 instructions 3. Of
-// four calls two gain 4 to 6 % at head dims 65 to 128, all four less: FP64 and logical instructions share a port.
+// the lower one by a multiplication of 32 bits: 4 clocks of the integer multiplier become 2, and 2 instructions 3. FP64
+// and logical instructions share a port.
 __device__ __forceinline__ uint4 dropout_words(const Dropout& d, const GroupRounds& g, const QueryRounds& q,
-                                               bool by_doubles = false) {
+                                               bool by_doubles = false, const DoubleMultipliers& doubles = {}) {
     const u64 b = u64(q.high ^ g.x) * 0xcd9e8d57u;
     uint4 c = {u32(b >> 32) ^ g.y, u32(b), g.z ^ q.low, g.w};
     u32 low = d.key[0] + 3 * 0x9e3779b9u, high = d.key[1] + 3 * 0xbb67ae85u;
-    constexpr DoubleMultiplier of_x(0xd2511f53), of_z(0xcd9e8d57);
     u32 upper_x = DoubleMultiplier::kUpper, upper_z = DoubleMultiplier::kUpper;
 #pragma unroll
     for (int round = 3; round < 10; round++) {
         if (by_doubles) {
-            const double a = of_x(__hiloint2double(upper_x, c.x)), b = of_z(__hiloint2double(upper_z, c.z));
+            const double a = doubles.of_x(__hiloint2double(upper_x, c.x));
+            const double b = doubles.of_z(__hiloint2double(upper_z, c.z));
             const u32 low_a = c.x * 0xd2511f53u, low_b = c.z * 0xcd9e8d57u;
             c = uint4{__double2loint(b) ^ c.y ^ low, low_b, __double2loint(a) ^ c.w ^ high, low_a};
             // They are kUpper, as the compiler does not know: it writes no move for them.
@@ -172,23 +185,27 @@ __device__ __forceinline__ void each_dropout_down(const Dropout& d, u32 group, u
 // clocks of a scheduler with one warp and 382 with four, bits and all, none by doubles; rounds alone are 490 and 294.
 
 // Whether the halves of a word of Philox are at most those of `last`, twice the upper half of Dropout::last: in the
-// signs of the halves. A half that is not carries when the rest to 2^16 is added. Other bits are anything.
+// signs of the halves. A half that is not carries when the rest to 2^16 is added. Other bits are anything. ptxas makes
+// two instructions of the complement of what carries.
 __device__ __forceinline__ u32 kept_signs(u32 word, u32 last) {
     const u32 sum = add_halves(word, ~last);
-    return ~((word & ~last) | ((word | ~last) & ~sum));
+    return (~word | last) & ((~word & last) | sum);
 }
 // The bits of `a` in the mask, those of `b` elsewhere.
 __device__ __forceinline__ u32 merge_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 // Of word w of two calls, which scores are kept: the sign of a byte spread over it, the first call's in the upper byte
-// of each half. Bit 7 - w of the bytes is word w's, bits 3 to 0 are anything. By bytes and then by bits takes 16
-// instructions for four calls beside the comparisons, by shifts and masks for each call 31.
+// of each half. Bit 3 - w of the bytes is word w's, bits 7 to 4 are 0. By bytes and then by bits takes 16 instructions
+// for four calls beside the comparisons, by shifts and masks for each call 31.
 __device__ __forceinline__ u32 kept_of_calls(const uint4& first, const uint4& second, u32 last) {
     const auto spread = [&](u32 a, u32 b) { return permute_bytes(kept_signs(b, last), kept_signs(a, last), 0xfbd9); };
-    const u32 upper = merge_bits(0x80808080, spread(first.x, second.x), spread(first.y, second.y));
-    const u32 lower = merge_bits(0x20202020, spread(first.z, second.z), spread(first.w, second.w));
-    return merge_bits(0xc0c0c0c0, upper, lower);
+    const u32 upper = merge_bits(0x08080808, spread(first.x, second.x), spread(first.y, second.y));
+    const u32 lower = merge_bits(0x02020202, spread(first.z, second.z), spread(first.w, second.w));
+    return merge_bits(0x0c0c0c0c, upper, lower) & 0x0f0f0f0f;
 }
+
+// The lower four bits of the bytes of two words side by side. The multiplier has time that logical instructions lack.
+__device__ __forceinline__ u32 pair_nibbles(u32 upper, u32 lower) { return upper * 16 + lower; }
 
 // Whether a call of the four that a lane has under way is by doubles, if so many of them are.
 constexpr bool is_by_doubles(int call, int calls) { return call % 2 * 2 + call / 2 < calls; }
@@ -199,37 +216,42 @@ constexpr bool is_by_doubles(int call, int calls) { return call % 2 * 2 + call /
 template <typename OfCall> __device__ __forceinline__ u32 draw_kept_across(const Dropout& d, const OfCall& of_call) {
     const u32 last = (d.last >> 16) * 0x10001;
     const u32 upper = kept_of_calls(of_call(0), of_call(1), last), lower = kept_of_calls(of_call(2), of_call(3), last);
-    return merge_bits(0xf0f0f0f0, upper, lower >> 4);
+    return pair_nibbles(upper, lower);
 }
 
 // Of 16 keys from 8 * group on and two neighbouring queries, the second in the upper half. Of a half the upper byte has
 // eight keys, the lower one the next eight: those with even numbers in the upper four bits, those with odd ones in the
 // lower four, so that a shift by half of a key's number, and by 4 for odd ones, makes its bit the sign of the byte.
-template <int kDoubleCalls>
+template <int kDoubleCalls, bool kHold>
 __device__ __forceinline__ u32 draw_kept_down(const Dropout& d, const GroupRounds (&groups)[2], u32 query, u32 pair) {
     const u32 last = (d.last >> 16) * 0x10001;
+    DoubleMultipliers doubles;
+    if (kHold) doubles.hold(d, query);
     u32 bytes[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const QueryRounds rounds = dropout_query(d, query + e, pair);
         const auto words = [&](int g) {
-            return dropout_words(d, groups[g], rounds, is_by_doubles(2 * e + g, kDoubleCalls));
+            return dropout_words(d, groups[g], rounds, is_by_doubles(2 * e + g, kDoubleCalls), doubles);
         };
         bytes[e] = kept_of_calls(words(0), words(1), last);
     }
     const u32 even = permute_bytes(bytes[0], bytes[1], 0x5410), odd = permute_bytes(bytes[0], bytes[1], 0x7632);
-    return merge_bits(0xf0f0f0f0, even, odd >> 4);
+    return pair_nibbles(even, odd);
 }
 
 // What is left of a thread's pair of rounded scores in tile c of those of a word's 32 keys.
 __device__ __forceinline__ u32 kept_pair(u32 pair, u32 kept, int c) {
-    const u32 signs = kept << (threadIdx.x % 4 + (c < 2 ? 0 : 4));
+    // A power of two that the compiler does not know as one: a product takes the multiplier, and a shift would take the
+    // unit that logical instructions and maxima wait for.
+    const u32 times = 0x8421 >> 4 * (threadIdx.x % 4) & 15;
+    const u32 signs = kept * (c < 2 ? times : 16 * times);
     return pair & permute_bytes(signs, 0, c % 2 == 0 ? 0xbb99 : 0xaa88);
 }
 
 // Which scores of a warp's accumulators are kept, whose 16 rows are keys: a word for every two of kQueries queries, of
-// each four calls kDoubleCalls by doubles.
-template <int kQueries, int kDoubleCalls> struct KeptDown {
+// each four calls kDoubleCalls by doubles, whose multipliers are held or constants.
+template <int kQueries, int kDoubleCalls, bool kHold> struct KeptDown {
     u32 words[(kQueries + 63) / 64];
     // `group` is that of the first of 16 keys, `query` the first one.
     __device__ __forceinline__ void draw(const Dropout& d, u32 group, u32 query, u32 pair) {
@@ -238,7 +260,7 @@ template <int kQueries, int kDoubleCalls> struct KeptDown {
 #pragma unroll
         for (int i = 0; i < (kQueries + 63) / 64; i++) {
             const u32 first = query + i * 64 + threadIdx.x % 32 * 2 + (behind & d.zero);
-            words[i] = draw_kept_down<kDoubleCalls>(d, groups, first, pair);
+            words[i] = draw_kept_down<kDoubleCalls, kHold>(d, groups, first, pair);
             behind = words[i];
         }
     }
