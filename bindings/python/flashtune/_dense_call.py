@@ -194,12 +194,16 @@ def attend_plain_again(engine, tensors, device, q, k, v, bshd, mask, scale, retu
         except RuntimeError:
             # Sparse or nested, of which the long way says so.
             return None
-        status = known_calls.call(engine._handle, number, tensors.stream(device), known_calls.read, q, k, v, out)
+        stream = 0 if engine._index is None else tensors.raw_stream(engine._index)
+        # Which devices k and v are on is part of what the library knows a call by.
+        status = known_calls.call(engine._handle, number, stream, known_calls.read, q, k, v, out)
         if status == 0:
             _engine._last = engine
             return out
         if status != NOT_KNOWN:
             raise abi.failure(status)
+    if not tensors.are_there(device, k, v):
+        return None
     try:
         forms = tensors.forms(q, k, v)
     except RuntimeError:

@@ -46,7 +46,7 @@ class Repeated:
             except RuntimeError:
                 # As in `attend_plain_again`.
                 return None
-            stream = tensors.stream(given[0].device)
+            stream = 0 if engine._index is None else tensors.raw_stream(engine._index)
             status = known_calls.call(engine._handle, number, stream, known_calls.read, *given, like_q)
             if status == 0:
                 _engine._last = engine

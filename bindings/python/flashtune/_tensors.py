@@ -69,8 +69,8 @@ class Torch:
         return _narrow.through(function, arguments)
 
     def unseen(self, q, k, v):
-        """The device of plain tensors of which neither autograd nor anybody else has to see a call; None where the long
-        way has to look closer."""
+        """The device of plain tensors of which neither autograd nor anybody else has to see a call, as q says it; None
+        where the long way has to look closer. Of k and v :meth:`are_there` says whether they are there, too."""
         tensor = self.tensor
         if self.is_compiling() or type(q) is not tensor or type(k) is not tensor or type(v) is not tensor:
             return None
@@ -78,8 +78,10 @@ class Torch:
             return None
         if self.transform() is not None or self.modes() > 0 or self.forward_ad._current_level >= 0:
             return None
-        device = q.device
-        return device if k.device == device and v.device == device else None
+        return q.device
+
+    def are_there(self, device, k, v):
+        return k.device == device and v.device == device
 
     @property
     def operators(self):
@@ -321,6 +323,9 @@ class NumPy:
         """As for PyTorch."""
         kinds = self.kinds
         return "cpu" if type(q) in kinds and type(k) in kinds and type(v) in kinds else None
+
+    def are_there(self, _device, _k, _v):
+        return True
 
     def device(self, _q, k, v):
         if type(k) not in self.kinds or type(v) not in self.kinds:

@@ -84,6 +84,8 @@ class Engine:
         lib = abi.library()
         abi.require(lib.flashtune_engine_open(options, handle))
         self._handle, self._closed = handle.value, False
+        # Of its GPU.
+        self._index = None if self.device == "cpu" else int(self.device.removeprefix("cuda:"))
         # Kept here: looked up once, not in every call.
         self._forward = lib.flashtune_forward
         self._forward_ragged, self._backward = lib.forward_ragged_packed, lib.flashtune_backward
