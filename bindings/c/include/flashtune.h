@@ -1274,15 +1274,6 @@ flashtune_status flashtune_empty_dl(flashtune_engine engine,
                                     uint8_t bits,
                                     struct flashtune_dl_managed_tensor **tensor);
 
-// Waits for all work that was launched on a stream of the engine's device, and reports its errors. On the CPU it
-// returns at once.
-//
-// Fails with INVALID_ARGUMENT for what is no stream, and with DEVICE.
-//
-// # Safety
-// `cuda_stream` is NULL or a live CUstream of the engine's context.
-flashtune_status flashtune_synchronize(flashtune_engine engine, void *cuda_stream);
-
 // Opens an engine. Compiles no kernel and writes nothing. One engine serves all threads of a program.
 //
 // `options`: how; NULL is as a struct of zeros. `engine`: receives the handle, 0 on failure.
@@ -1297,6 +1288,15 @@ flashtune_status flashtune_engine_open(const struct flashtune_options *options, 
 // Closes an engine; the handle is invalid from now on. Calls that other threads are in come to their end. On CUDA all
 // that was launched must have completed, and captured graphs must not be launched again: the kernels are unloaded.
 flashtune_status flashtune_engine_close(flashtune_engine engine);
+
+// Waits for all work that was launched on a stream of the engine's device, and reports its errors. On the CPU it
+// returns at once.
+//
+// Fails with INVALID_ARGUMENT for what is no stream, and with DEVICE.
+//
+// # Safety
+// `cuda_stream` is NULL or a live CUstream of the engine's context.
+flashtune_status flashtune_synchronize(flashtune_engine engine, void *cuda_stream);
 
 // Text of the last failure on the calling thread; empty when there was none. Valid until the thread's next call of a
 // function of this library.

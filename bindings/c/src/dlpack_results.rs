@@ -3,7 +3,6 @@
 use crate::dlpack::{DlManagedTensor, DlTensor};
 use crate::engine_handle::ENGINES;
 use crate::error::{Failure, Result, guard};
-use crate::forward::stream;
 use crate::input;
 use crate::types::{EngineHandle, Status};
 use engine::DeviceSpec;
@@ -53,21 +52,6 @@ pub unsafe extern "C" fn flashtune_empty_dl(
         let owned = allocate(engine, &shape[..ndim as usize], code, bits)?;
         // SAFETY: as above.
         unsafe { input::write(tensor, "the tensor", owned) }
-    })
-}
-
-/// Waits for all work that was launched on a stream of the engine's device, and reports its errors. On the CPU it
-/// returns at once.
-///
-/// Fails with INVALID_ARGUMENT for what is no stream, and with DEVICE.
-///
-/// # Safety
-/// `cuda_stream` is NULL or a live CUstream of the engine's context.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn flashtune_synchronize(engine: EngineHandle, cuda_stream: *mut c_void) -> Status {
-    guard(|| {
-        let opened = ENGINES.get(engine)?;
-        Ok(opened.engine.device().synchronize(stream(&opened, cuda_stream)?)?)
     })
 }
 

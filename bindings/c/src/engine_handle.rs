@@ -1,12 +1,14 @@
-//! Opening and closing engines.
+//! Opening and closing engines, and waiting for their work.
 
 use crate::error::{Failure, Result, guard};
+use crate::forward::stream;
 use crate::handles::Table;
 use crate::repeated::Calls;
 use crate::types::{EngineHandle, NO_ENGINE, Options, QuickFirst, Status};
 use crate::{fork, input, log, parallel};
 use engine::device::CudaDevice;
 use engine::{DeviceSpec, Dispatch, Engine, InstructionPath, Policy};
+use std::ffi::c_void;
 use std::sync::Mutex;
 
 /// An engine behind a handle.
@@ -59,6 +61,21 @@ pub unsafe extern "C" fn flashtune_engine_open(options: *const Options, engine: 
 #[unsafe(no_mangle)]
 pub extern "C" fn flashtune_engine_close(engine: EngineHandle) -> Status {
     guard(|| ENGINES.remove(engine).map(drop))
+}
+
+/// Waits for all work that was launched on a stream of the engine's device, and reports its errors. On the CPU it
+/// returns at once.
+///
+/// Fails with INVALID_ARGUMENT for what is no stream, and with DEVICE.
+///
+/// # Safety
+/// `cuda_stream` is NULL or a live CUstream of the engine's context.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flashtune_synchronize(engine: EngineHandle, cuda_stream: *mut c_void) -> Status {
+    guard(|| {
+        let opened = ENGINES.get(engine)?;
+        Ok(opened.engine.device().synchronize(stream(&opened, cuda_stream)?)?)
+    })
 }
 
 /// # Safety

@@ -51,8 +51,8 @@ pub use block_mask::{
     BlockMaskArgs, flashtune_block_mask_bytes, flashtune_block_mask_create, flashtune_block_mask_destroy,
 };
 pub use dlpack::{DlManagedTensor, DlTensor, DlTensors, flashtune_forward_dl, flashtune_prepare_dl};
-pub use dlpack_results::{flashtune_empty_dl, flashtune_synchronize};
-pub use engine_handle::{flashtune_engine_close, flashtune_engine_open};
+pub use dlpack_results::flashtune_empty_dl;
+pub use engine_handle::{flashtune_engine_close, flashtune_engine_open, flashtune_synchronize};
 pub use error::{flashtune_last_error, flashtune_status_name};
 pub use explain::flashtune_explain;
 pub use forward::{flashtune_forward, flashtune_prepare};
