@@ -86,7 +86,8 @@ class KnownCalls:
     """Calls by the number that an engine has for all that is no tensor.
 
     call: a function of an engine's handle, a number, a stream, :attr:`read`, and tensors, the result the last of them.
-    Makes a call that is known, and gives NOT_KNOWN or a status.
+    Makes a call that is known, and gives NOT_KNOWN or a status. It is called in place: a method around it takes as long
+    again as what is around it now (0.25 us).
     read: the address of what reads tensors.
     """
 

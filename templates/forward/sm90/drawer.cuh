@@ -7,7 +7,7 @@ constexpr int kDrawnGroups = div_up(kBlockKV, 32) * 4;
 static_assert(kDrawnGroups <= 32, "a lane for each");
 
 // Two drawers have two words each of 128 keys, which are drawn at a time, and compute what the calls of two blocks have
-// in common at once: 1 to 3 % at head dims up to 64. One drawer beside a wider head loses 1 to 8 % by it.
+// in common at once: 1 to 3 % at head dims up to 64. One drawer loses 1 to 8 % by it from 96 to 128.
 constexpr int kWordsAtOnce = kDrawers > 1 ? 2 : 1;
 constexpr int kBlocksAtOnce = kDrawers > 1 ? 32 / kDrawnGroups : 1;
 
